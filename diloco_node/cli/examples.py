@@ -39,6 +39,7 @@ EXAMPLES: Final = {
     "members add": "diloco-node members add ap-south us-east --address 192.0.2.7:7400 --ca-key /media/stick/ca.key",
     "members recover": "diloco-node members recover us-east --ca-key /media/stick/ca.key",
     "members remove": "diloco-node members remove us-west us-east --ca-key /media/stick/ca.key",
+    "members witness": "diloco-node members witness s3://bucket/my-run us-east --ca-key /media/stick/ca.key",
     "members promote": "diloco-node members promote us-west us-east",
     "members demote": "diloco-node members demote us-west us-east",
     "learner start": "diloco-node learner start us-east",

@@ -79,6 +79,30 @@ def add(
 
 
 @app.command()
+def witness(
+    *,
+    url: Annotated[str, typer.Argument(metavar="URL", help="An empty place in a bucket: s3://BUCKET/PREFIX.")],
+    place: RegionArgument = None,
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Its name among the members.")] = "witness",
+    key: KeyOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Give two regions a witness in a bucket: either goes on alone while the other is away. `remove` takes it back."""
+    from diloco_node.core.ledger.witness import RECORD_BYTES_MAX
+    from diloco_node.storage.object_store import bucket_scheme
+    from diloco_node.storage.swapped_object import FOLDER, RECORD, SwappedObject
+    from diloco_node.wire.message_schema import is_region_name
+
+    if not is_region_name(name):
+        raise ConfigError(f"{name!r} is no member's name: use 1 to 63 of a-z, 0-9 and '-'")
+    bucket = SwappedObject(url, bucket_scheme(url))
+    bucket.check(FOLDER)
+    if bucket.read_tagged(RECORD, RECORD_BYTES_MAX) is not None:
+        raise ConfigError(f"{url} holds the record of a witness already: remove {RECORD} there, or name another place")
+    _change(name, "witness", place, config, key, address=url)
+
+
+@app.command()
 def remove(
     *,
     name: NameArgument,

@@ -90,7 +90,7 @@ def table_rows(documents: Sequence[dict[str, Any]]) -> tuple[list[list[str]], st
 
 
 def member_lines(documents: Sequence[dict[str, Any]]) -> list[str]:
-    """Say what the run bears, and of each member without a vote, or whose folder does not count, what it waits for.
+    """Say what the run bears, what the witness does, and what each member without a vote that counts waits for.
 
     A region that answers knows best what it waits for; of the others the region that has applied most.
     """
@@ -106,7 +106,9 @@ def member_lines(documents: Sequence[dict[str, Any]]) -> list[str]:
     lines = [f"members: {tolerance}"] if tolerance else []
     for row in rows(section(teller, "members"), "rows"):
         kind, name, has_vote = text(row, "kind"), text(row, "region"), row.get("has_folder") is not False
-        if number(row, "since") and (kind == "contributor" or (kind == "voter" and not has_vote)):
+        if kind == "witness" or (
+            number(row, "since") and (kind == "contributor" or (kind == "voter" and not has_vote))
+        ):
             state = text(own.get(name, row), "state")
             lines.append(f"{name}: {kind} since {since(row)}" + (f"; {state}" if state else ""))
     return lines

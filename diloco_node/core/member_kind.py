@@ -7,10 +7,14 @@ from enum import StrEnum
 
 
 class MemberKind(StrEnum):
-    """The kind of a member of the run: a voter counts for majorities, a contributor trains and does not vote."""
+    """The kind of a member of the run: a voter counts for majorities, a contributor trains and does not vote.
+
+    A witness votes and runs nowhere: it is an object in a bucket (`core.ledger.witness`), and its address is a URL.
+    """
 
     VOTER = "voter"
     CONTRIBUTOR = "contributor"
+    WITNESS = "witness"
     FORMER = "former"
 
 

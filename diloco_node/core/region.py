@@ -124,8 +124,7 @@ class RegionCore:
         self.participant = RoundParticipant(context, self.versions)
         self._losses = DiscardReporter(context)
         self._objections = Objections(context, self.versions, self.end, self._losses.ended, lambda: self.ledger.leader)
-        witness = self.participant.audits.entry_fault
-        check = EntryCheck(run, manifest, settings, witness=witness)
+        check = EntryCheck(run, manifest, settings, witness=self.participant.audits.entry_fault)
         self.ledger = LedgerCore(
             region=region,
             voters=peers,
@@ -306,7 +305,8 @@ class RegionCore:
         lacking = self._patience.lacking(self.ledger.missing_payloads(rounds_max=MISSING_ROUNDS), now_ns=now_ns)
         if lacking or self.versions.is_lacking or not self._fetches.is_idle or not self.versions.has_started:
             self.versions.plan_fetches(lacking, self._fetches)
-            self._fetches.pump(leader=self.ledger.leader, alive=self.liveness.alive(now_ns=now_ns), now_ns=now_ns)
+            alive, witness = self.liveness.alive(now_ns=now_ns), self.history.roster.witness
+            self._fetches.pump(leader=self.ledger.leader, alive=alive, now_ns=now_ns, witness=witness)
         self.end.pump()
 
     def _take_entry(self, entry: Entry, now_ns: int) -> None:
@@ -364,7 +364,7 @@ class RegionCore:
             if reason := self._succession.reason(now_ns=now_ns):
                 self._emit(self.ledger.transfer_leadership(reason, now_ns=now_ns))
             if self.leader.is_acting:
-                self.leader.proposals += self._upkeep.proposals()
+                self.leader.proposals += self._upkeep.proposals({self._region, *self.liveness.alive(now_ns=now_ns)})
             self._repeat_requests()
 
     def _beat(self, now_ns: int, only_to: str | None = None) -> None:

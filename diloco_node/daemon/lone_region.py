@@ -102,9 +102,9 @@ def _read(folder: Path, region: str, store: RegionStore) -> _Ledger:
         fault = f"the run is finished in {folder}: give it more steps, and start the region"
     if fault:
         raise ConfigError(fault)
-    leavers = tuple(name for name in roster.names if name != region)
+    leavers = tuple(name for name in roster.disks if name != region)
     index = recovery.entries[-1].index if recovery.entries else base.index
-    addresses = {name: roster.memberships[name].address for name in roster.names}
+    addresses = dict.fromkeys(roster.disks, "") | {name: roster.memberships[name].address for name in roster.names}
     facts = LoneRegion(region, roster.voters, leavers, addresses, index, tuple(versions))
     return _Ledger(recovery, facts)
 
@@ -124,7 +124,7 @@ def _fault(folder: Path, region: str, roster: Roster, recovery: Recovered, lack:
             f"the ledger names another folder of {region} than {folder}, which may lack what was committed: go on "
             "with another voter"
         )
-    if roster.names == (region,):
+    if tuple(roster.disks) == (region,):
         return f"{region} is the only member already: start it"
     if lack:
         return (
@@ -174,7 +174,7 @@ def removals(recovery: Recovered, region: str, sign: Callable[[Roster], bytes]) 
     roster = last_roster(recovery)
     last = recovery.entries[-1] if recovery.entries else recovery.base
     entries: list[Entry] = []
-    leavers = [name for name in roster.names if name != region]
+    leavers = [name for name in roster.disks if name != region]
     while leavers:
         # A voter without a folder counts for the majority and can't vote. So it may have to go first.
         faults = {name: roster.change_fault(MembershipBody(name, MemberKind.FORMER.value)) for name in leavers}

@@ -34,6 +34,7 @@ from diloco_node.daemon.presence import Presence
 from diloco_node.daemon.pump import Pump
 from diloco_node.daemon.region_budget import BUDGET_POLL_S, BudgetWatch
 from diloco_node.daemon.settings_watch import SettingsWatch, settings_order
+from diloco_node.daemon.witness_link import WitnessLink, WitnessRoute
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import ConfigError, IdentityError, PeerCertificateRefused, StorageError
 from diloco_node.measure.measurement import MeasureCommand
@@ -66,6 +67,7 @@ class Node:
         learner: the own one, as the core's effects see it. reception: takes its messages.
         transport: links to the other regions. effects: carry out what the core orders.
         measure: measures links, for an operator. status: what the region shows. settings: of the run, for people.
+        witness: of the run, if it has one.
     """
 
     def __init__(self, runtime: NodeRuntime, manifest: Manifest, recovery: Recovered) -> None:
@@ -144,13 +146,23 @@ class Node:
             spec.region, self._measuring.peers, lambda _: self._measuring.own_links(), self._limit_to
         )
         self.measure = self._measure_command.run
+        self.witness = WitnessLink(
+            region=spec.region,
+            run_id=spec.run_id,
+            settings=spec.settings,
+            store=runtime.store,
+            spawn=spawn,
+            post=self._post,
+            note=note,
+            now_ns=now_ns,
+        )
         self.effects = build_effects(
             region=spec.region,
             settings=spec.settings,
             init=spec.init,
             parameters=self.parameters,
             store=runtime.store,
-            transport=self.transport,
+            transport=WitnessRoute(self.transport, self.witness),
             learner=self.learner,
             threads=threads,
             spawn=spawn,
@@ -159,6 +171,7 @@ class Node:
             write_final_file=partial(write_final, spec.state_dir),
             save_counter_file=partial(save_trained, spec.state_dir),
         )
+        self.witness.fetcher = self.effects.fetcher
         refusals = self.effects.disk.refusals
         self._facts = RunFacts(
             self.core,
@@ -195,6 +208,7 @@ class Node:
             facts=self._facts,
             pump=self._pump,
             budget_watch=self._budget_watch,
+            witness=self.witness,
         )
 
     async def start(self) -> None:
@@ -225,6 +239,7 @@ class Node:
     async def stop(self) -> None:
         """Close the links, drop the timer."""
         self._pump.close()
+        self.witness.close()
         await self.transport.stop()
         with contextlib.suppress(StorageError):  # the memory outlives this daemon, if not its supervisor
             await in_thread(self._runtime.threads.disk, read_trained, self._spec.state_dir, self.learner.counters)
@@ -261,6 +276,7 @@ class Node:
         if rosters == self._rosters:
             return
         self._rosters = rosters
+        self.witness.follow(self.core.ledger.disks.roster)
         addresses = self._addresses()
         members = {name for roster in rosters for name in roster.names}
         self.transport.follow(addresses, addresses.keys() - members, messages_per_s=self._messages_per_s())
@@ -344,7 +360,8 @@ class Node:
 
     def control_arrived(self, peer: str, message: Message) -> None:
         """See TransportHandler."""
-        self.effects.control_arrived(peer, message)
+        if peer != self.witness.name:  # which comes over no link, whoever has a certificate of that name
+            self.effects.control_arrived(peer, message)
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """See TransportHandler."""

@@ -11,9 +11,9 @@ def region_count(document: Document) -> int:
 
 
 def voter_count(document: Document) -> int:
-    """Regions that count for a majority, heard or not."""
+    """Regions that count for a majority, heard or not, and the witness."""
     kinds = [text(row, "kind") for row in rows(section(document, "members"), "rows")]
-    return kinds.count("voter") or region_count(document)
+    return kinds.count("voter") + kinds.count("witness") or region_count(document)
 
 
 def alive_count(document: Document) -> int:
@@ -22,9 +22,12 @@ def alive_count(document: Document) -> int:
 
 
 def voting_count(document: Document) -> int:
-    """Heard regions that can vote: a region that lost its folder can't until the ledger names the new one."""
+    """Heard regions that can vote, and the witness if it answers: a region that lost its folder can't until the ledger
+    names the new one."""
     voters = document.get("voters")
-    alive = _alive(document)
+    members = rows(section(document, "members"), "rows")
+    witnesses = [text(row, "region") for row in members if row.get("kind") == "witness" and row.get("is_there") is True]
+    alive = _alive(document) + witnesses
     return sum(name in voters for name in alive) if isinstance(voters, list) else len(alive)
 
 

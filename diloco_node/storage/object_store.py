@@ -92,6 +92,11 @@ def open_objects(place: str | Path) -> Objects:
     if (folder := folder_of(place)) is not None:
         return FolderObjects(folder)
     url = str(place)
+    return BucketObjects(url, bucket_scheme(url))
+
+
+def bucket_scheme(url: str) -> str:
+    """The scheme of a bucket's URL, a key of CREDENTIALS. Raises ConfigError, as `open_objects`."""
     address = urlsplit(url)
     if "@" in address.netloc or address.query:
         keys = CREDENTIALS.get(address.scheme, "the variables of that store")
@@ -102,7 +107,7 @@ def open_objects(place: str | Path) -> Objects:
         raise ConfigError(f"{url} names no store: give s3://BUCKET/PREFIX, gs://, az:// or file:///FOLDER")
     if importlib.util.find_spec("obstore") is None:
         raise ConfigError(f"{url} needs obstore: pip install 'diloco-node[store]'")
-    return BucketObjects(url, address.scheme)
+    return address.scheme
 
 
 class FolderObjects:
@@ -148,7 +153,12 @@ class BucketObjects:
 
     Args:
         scheme: a key of CREDENTIALS.
+
+    Attributes:
+        client, retries: of each request.
     """
+
+    client, retries = CLIENT, RETRIES
 
     def __init__(self, url: str, scheme: str) -> None:
         from obstore.exceptions import BaseError
@@ -157,7 +167,7 @@ class BucketObjects:
         self.place = url.rstrip("/")
         self._scheme = scheme
         try:
-            self._store: ObjectStore = from_url(url, client_options=CLIENT, retry_config=RETRIES)
+            self.store: ObjectStore = from_url(url, client_options=self.client, retry_config=self.retries)
         except (BaseError, ValueError) as error:
             raise ConfigError(f"{url}: {_line(error)}; its settings are {CREDENTIALS[scheme]}") from error
 
@@ -165,22 +175,22 @@ class BucketObjects:
         """As `Objects`."""
         import obstore
 
-        with self._errors("list", ""):
-            return {meta["path"]: meta["size"] for chunk in obstore.list(self._store) for meta in chunk}
+        with self.errors("list", ""):
+            return {meta["path"]: meta["size"] for chunk in obstore.list(self.store) for meta in chunk}
 
     def read(self, key: str, bytes_max: int) -> U8:
         """As `Objects`."""
         import obstore
 
-        with self._errors("read", key):
-            size_bytes = obstore.head(self._store, key)["size"]
+        with self.errors("read", key):
+            size_bytes = obstore.head(self.store, key)["size"]
             if size_bytes > bytes_max:
                 raise DamagedFile(f"{self.place}/{key} has {size_bytes} bytes, at most {bytes_max} belong there")
             content = np.empty(size_bytes, np.uint8)
             # In ranges, for a time limit is that of a whole answer.
             for start in range(0, size_bytes, CHUNK_BYTES):
                 stop = min(start + CHUNK_BYTES, size_bytes)
-                chunk = obstore.get_range(self._store, key, start=start, end=stop)
+                chunk = obstore.get_range(self.store, key, start=start, end=stop)
                 content[start:stop] = np.frombuffer(memoryview(chunk), np.uint8)
         return content
 
@@ -191,9 +201,9 @@ class BucketObjects:
         views = [memoryview(chunk).cast("B") for chunk in chunks]
         pieces = (view[start : start + CHUNK_BYTES] for view in views for start in range(0, len(view), CHUNK_BYTES))
         is_large = sum(map(len, views)) > CHUNK_BYTES
-        with self._errors("write", key):
+        with self.errors("write", key):
             obstore.put(
-                self._store,
+                self.store,
                 key,
                 pieces,
                 use_multipart=is_large,
@@ -205,10 +215,11 @@ class BucketObjects:
         """As `Objects`."""
         import obstore
 
-        with self._errors("remove", key):
-            obstore.delete(self._store, key)
+        with self.errors("remove", key):
+            obstore.delete(self.store, key)
 
-    def _errors(self, verb: str, key: str) -> _Refusals:
+    def errors(self, verb: str, key: str) -> _Refusals:
+        """Raise what obstore raises in a block as `StoreRefused` or `DamagedFile`."""
         return _Refusals(f"can't {verb} {self.place}{'/' if key else ''}{key}", self._scheme)
 
 

@@ -310,6 +310,8 @@ def test_a_member_that_waits_says_for_what_and_the_run_what_it_bears() -> None:
         "members: 2 voters, 2 must be there",
         "ap: contributor since entry 40; away, waits for a link",
     ]
+    seen["members"]["rows"].append(member("w", "away: nobody answers", kind="witness", since=7))
+    assert member_lines([seen])[-1] == "w: witness since entry 7; away: nobody answers"
     own["applied_index"] = 3
     assert member_lines([own, seen])[1] == "ap: contributor since entry 40; fetches the model: 1.0 of 8.0 MB"
     dated = changed(members={"rows": [member("ap", "", **joiner, since_unix=0.5)]})

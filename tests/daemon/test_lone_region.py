@@ -69,6 +69,15 @@ def test_its_entries_remove_the_others_each_by_a_signature_of_its_own(tmp_path: 
     assert roster.disks == {"b": recovered.disk}
 
 
+def test_a_witness_is_removed_before_the_votes_beside_it(tmp_path: Path) -> None:
+    changes = [("c", "former", ""), ("w", "witness", "s3://sites/run")]
+    begin(tmp_path / "b", [MembershipBody(*change, b"of before") for change in changes])
+    assert go_on_alone(tmp_path / "b", "b", "run", sign).leavers == ("a", "w")
+    with closing(RegionStore(tmp_path / "b")) as store:
+        bodies = [entry.body for entry in store.load(FRAGMENTS).entries][-2:]
+    assert [getattr(body, "region", "") for body in bodies] == ["w", "a"]
+
+
 def test_a_voter_without_a_folder_is_removed_first(tmp_path: Path) -> None:
     begin(tmp_path / "b", [DiskNamedBody("c", b"")])
     go_on_alone(tmp_path / "b", "b", "run", sign)

@@ -12,11 +12,13 @@ import pytest
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.types import DiskNamedBody, Entry
 from diloco_node.daemon.admin.members_document import MemberSigns, member_order, members_document
 from diloco_node.main import main
 from diloco_node.transport.authority import init_run
 from tests.cli.test_orders import Region
 from tests.kit.repository import ROOT
+from tests.kit.s3_server import s3_server
 
 FOUNDERS = ("eu-west", "us-east", "us-west")
 FOLDER = b"f" * 16
@@ -41,12 +43,15 @@ class Leader(Region):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.index = 214
-        self.disks = DiskView(FOUNDERS, Roster.of_voters(FOUNDERS, dict.fromkeys(FOUNDERS, FOLDER), since=1))
+        self.found(FOUNDERS)
+
+    def found(self, founders: tuple[str, ...]) -> None:
+        self.disks = DiskView(founders, Roster.of_voters(founders, dict.fromkeys(founders, FOLDER), since=1))
         self.show()
 
     def show(self) -> None:
         signs = MemberSigns(
-            "us-east", frozenset(self.disks.roster.names), since_unix={"ap-south": JOINED_AT.timestamp()}
+            "us-east", frozenset(self.disks.roster.disks), since_unix={"ap-south": JOINED_AT.timestamp()}
         )
         members = members_document(self.disks, signs)
         for row in members["rows"]:
@@ -64,7 +69,10 @@ class Leader(Region):
             lines[body.region] = type(lines[body.region])(lines[body.region].kind, FOLDER, lines[body.region].since)
             roster = Roster(lines, roster.changes)
         assert roster.change_fault(body) == ""
-        self.disks.begin(roster.changed(body, self.index), self.index)
+        roster = roster.changed(body, self.index)
+        if body.kind == "witness":
+            roster = roster.after(Entry(self.index, 1, b"", DiskNamedBody(body.region, FOLDER), b""))
+        self.disks.begin(roster, self.index)
         self.index += 1
         self.show()
 
@@ -105,3 +113,14 @@ def test_growing_and_then_shrinking_say_what_the_page_shows(leader: Leader, caps
 def test_a_spot_machine_leaves_as_the_page_shows(leader: Leader, capsys: pytest.CaptureFixture[str]) -> None:
     leader.with_member("spot-1", "contributor")
     assert check("Spot machines", capsys) == 2
+
+
+def test_two_sites_get_a_witness_and_give_it_back_as_the_page_shows(
+    leader: Leader, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    leader.found(FOUNDERS[:2])
+    with s3_server("bucket") as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert check("Two sites", capsys) == 3

@@ -29,6 +29,7 @@ class Small:
             taken at the next step boundary, as real learners do.
         host_type: what carries the effects out.
         joiners: how many of the regions, the last by name, do not found the run.
+        has_witness: two regions get one, as soon as the run has begun.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Small:
         slower: tuple[int, ...] = (),
         host_type: type[Host] = Host,
         joiners: int = 0,
+        has_witness: bool = False,
         **settings: object,
     ) -> None:
         def setup(rng: object, *_: int) -> object:
@@ -82,7 +84,7 @@ class Small:
 
         patch.setattr(run, "draw_setup", setup)
         patch.setattr(run, "draw_links", links)
-        self.sim = Simulation(SEED, host_type=host_type)
+        self.sim = Simulation(SEED, host_type=host_type, has_witness=has_witness)
         self.world = self.sim.world
         self.hosts = self.sim.hosts
         self.notes: list[tuple[str, Note]] = []

@@ -226,4 +226,19 @@ def examine_run(patient: Patient) -> Iterator[Finding]:
     yield network.daemon(patient.region, patient.status)
     if patient.status is None:
         return
+    yield from _witness(rows(section(patient.status, "members"), "rows"))
     yield from map(network.alert, map(read_alert, rows(section(patient.status, "health"), "alerts")))
+
+
+def _witness(members: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Try the conditions of the witness's bucket, with the credentials that are in the environment here."""
+    from diloco_node.storage.object_store import bucket_scheme
+    from diloco_node.storage.swapped_object import FOLDER, SwappedObject
+
+    for url in (str(row.get("address")) for row in members if row.get("kind") == "witness"):
+        try:
+            SwappedObject(url, bucket_scheme(url)).check(FOLDER)
+        except DilocoError as error:
+            yield topics.WITNESS.failed(str(error), "without it this region can't go on alone: do what the line says")
+        else:
+            yield topics.WITNESS.ok(f"{url} is written under conditions")

@@ -62,6 +62,7 @@ VERSION: Final = Topic("peers", "peer-version")
 LINK: Final = Topic("peers", "peer-link")
 MTU: Final = Topic("peers", "mtu")
 DAEMON: Final = Topic("run", "daemon")
+WITNESS: Final = Topic("run", "witness")
 ALERT: Final = Topic("run", "alert")
 
 CATEGORIES: Final = {topic.check: topic.category for topic in tuple(globals().values()) if isinstance(topic, Topic)}

@@ -31,6 +31,10 @@ CLAIM_RESTS_MAX: Final = 512
 _MASK: Final = (1 << 64) - 1
 
 
+UNANSWERED_MIN: Final = 2
+"""The witness is asked with the pre-vote after so many, this one counted, that no voting region answered: it costs a
+request to a bucket, and would have a region that was just cut off depose a leader."""
+
 LASTING_TIMEOUTS: Final = 60
 """A term that lasted for so many election timeouts did not come to nothing, though perhaps nobody had work for it."""
 
@@ -170,6 +174,8 @@ class Election:
         self.voted_for = voted_for
         self.leader = ""
         self.votes: dict[str, bytes] = {}
+        # Pre-votes in a row, the last one counted, that no other voting region answered.
+        self._unanswered = 0
         self.founder_term = 0
         self.due_at_ns = 0
         self._region = region
@@ -228,6 +234,7 @@ class Election:
         if self.role is not Role.FOLLOWER:
             self.restart_timer(now_ns)
         self.role, self.leader = Role.FOLLOWER, leader
+        self._unanswered = 0
         self.cadence.heard_at_ns = now_ns if leader else None
 
     def lead(self, *, now_ns: int) -> None:
@@ -240,6 +247,7 @@ class Election:
         self.role, self.leader = Role.ASKING, ""
         self.cadence.heard_at_ns = None
         self.votes = {self._region: self._disk}
+        self._unanswered += 1
         self._request_votes(self.term + 1, pre_vote=True)
         self.count_votes(now_ns=now_ns)
 
@@ -301,12 +309,17 @@ class Election:
         self._reply(peer, self.term, pre_vote=False, is_granted=is_granted)
 
     def take_vote(self, peer: str, answer: RequestVoteReply) -> bool:
-        """Note who said yes; False if it answers no open request."""
+        """Note who said yes; False if it answers no open request. See `hear`, too."""
         expected_term = {Role.ASKING: self.term + 1, Role.CANDIDATE: self.term}.get(self.role)
         if answer.term != expected_term or answer.pre_vote != (self.role is Role.ASKING):
             return False
         self.votes[peer] = answer.disk
         return True
+
+    def hear(self, peer: str, answer: RequestVoteReply) -> None:
+        """A voter has answered, yes or no: with it the witness is not needed."""
+        if peer != self._disks.roster.witness and self._disks.counts(peer, answer.disk):
+            self._unanswered = 0
 
     def _reply(self, peer: str, term: int, *, pre_vote: bool, is_granted: bool) -> None:
         self._gate.send(peer, RequestVoteReply(term, pre_vote, is_granted, self._disk))
@@ -314,6 +327,7 @@ class Election:
     def _request_votes(self, term: int, *, pre_vote: bool) -> None:
         log = self._log
         request = RequestVote(term, pre_vote, log.last_index, log.last_term, self._disk, self._disks.has_view)
+        witness = "" if self._unanswered >= UNANSWERED_MIN else self._disks.roster.witness
         for peer in self._disks.roster.voters:
-            if peer != self._region:
+            if peer not in (self._region, witness):
                 self._gate.send(peer, request)

@@ -7,17 +7,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.election import Election, Role, TermClaims, majority_value
 from diloco_node.core.ledger.entry_gate import EntryGate, Meaning, check_held
 from diloco_node.core.ledger.folder_lives import FolderLives
 from diloco_node.core.ledger.log import ReplicaLog
-from diloco_node.core.ledger.replication import Follower, Following, majority_contact_ns
-from diloco_node.core.ledger.roster import Roster, majority_of
+from diloco_node.core.ledger.replication import Follower, Following, WitnessFollower, majority_contact_ns, most_complete
+from diloco_node.core.ledger.roster import NO_DISK, Roster, majority_of
 from diloco_node.core.ledger.write_gate import WriteGate
 from diloco_node.core.member_kind import MemberKind
 from diloco_node.core.types import NO_BASE, Entry, EntryBody, FolderLife, LeaderBody, LedgerBase, RoundBody
+
+WITNESS_HEARTBEATS: Final = 1500
+"""After so many heartbeats without it, five minutes by default, a leader asks the witness: a bucket that is away, or
+was emptied, is known before it is needed."""
+
+LAG_TIMEOUTS: Final = 2
+"""The witness is asked, too, where an entry is not acknowledged for so many election timeouts by a voter that answers:
+its disk stalls, or it objects."""
 
 
 class LedgerState:
@@ -133,6 +142,11 @@ class LedgerState:
         self._founders: dict[str, bytes] = {}
         self._sequence = 0
         self._heartbeat_at_ns = 0
+        # Whether the witness is asked, and heartbeats since it was asked last.
+        self._asks_witness = False
+        self._witness_age = 0
+        # The entry after which nothing was committed, and since when something waits.
+        self._waiting = (0, now_ns)
 
     @property
     def role(self) -> Role:
@@ -215,7 +229,7 @@ class LedgerState:
     @property
     def reported_disks(self) -> dict[str, bytes]:
         """As leader, the folders that the members answer from in this term, of those that have answered."""
-        members = self.disks.roster.names
+        members = self.disks.roster.disks
         return {peer: follower.disk for peer, follower in self._followers.items() if follower.disk and peer in members}
 
     @property
@@ -260,7 +274,8 @@ class LedgerState:
             return f"the first start needs every region: waits for {', '.join(silent) or 'its own disk'}"
         if self.is_leader:
             state = f"leads term {self.term}, entry {self._cluster_commit_index} of {self.last_index} is committed"
-            behind = [f"{name} at {index}" for name, index in self.durable_indexes.items() if index < self.last_index]
+            indexes = ((name, index) for name, index in self.durable_indexes.items() if name != roster.witness)
+            behind = [f"{name} at {index}" for name, index in indexes if index < self.last_index]
             return state + (f"; behind: {', '.join(behind)}" if behind else "")
         if self.role in (Role.ASKING, Role.CANDIDATE):
             request = "asks who would vote" if self.role is Role.ASKING else f"stands for election in term {self.term}"
@@ -271,6 +286,33 @@ class LedgerState:
         state = f"follows {self.leader} in term {self.term}, committed {self.commit_index} of {self.last_index}"
         missing = self.missing_payloads(rounds_max=1)
         return state + (f"; waits for {body_name(missing[0])}" if missing else "")
+
+    def hear(self, peer: str, folder: FolderLife) -> str:
+        """Take what a region tells of its folder. Return why it is an older copy, if that is news."""
+        if fault := self.folders.hear(peer, folder):
+            self.contradictions[peer] = f"the folder of {peer} is an older copy: {fault}"
+            if follower := self._followers.get(peer):
+                follower.disk, follower.durable_index = b"", 0
+        return fault
+
+    def take_committed(self, entries_max: int | None = None) -> list[Entry]:
+        """Entries that are committed and on this region's disk and were not taken before, in order.
+
+        Args:
+            entries_max: how many at most; the others are there for the next call.
+        """
+        first, last = self._taken_index + 1, self.commit_index
+        if entries_max is not None:
+            last = min(last, self._taken_index + entries_max)
+        if last < first:
+            return []
+        self._taken_index = last
+        return list(self._log.slice(first, last))
+
+    def take_base(self) -> LedgerBase | None:
+        """The base that a leader sent since the last call: go on from it, before anything is taken."""
+        base, self._new_base = self._new_base, None
+        return base
 
     def missing_payloads(self, *, rounds_max: int | None = None) -> tuple[EntryBody, ...]:
         """Bodies of entries that wait for a payload that is not on this region's disk, in the order of the ledger.
@@ -349,9 +391,57 @@ class LedgerState:
 
     def _follow_roster(self, now_ns: int) -> None:
         """As leader, begin to follow how far each new member is. A removed one is followed until it knows."""
+        witness, next_index = self.disks.roster.witness, self._log.last_index + 1
         for name in self.disks.roster.names:
             if name not in self._followers and name != self._region:
-                self._followers[name] = Follower(next_index=self._log.last_index + 1, answered_ns=now_ns)
+                self._followers[name] = Follower(next_index=next_index, answered_ns=now_ns)
+        for name in [name for name, follower in self._followers.items() if isinstance(follower, WitnessFollower)]:
+            if name != witness:
+                del self._followers[name]
+        if witness and witness not in self._followers:
+            self._followers[witness] = WitnessFollower(next_index=next_index, answered_ns=now_ns)
+
+    def _follow_witness(self, now_ns: int) -> None:
+        """As leader, find out with each heartbeat to all whether the witness is asked."""
+        self._witness_age += 1
+        if self._cluster_commit_index != self._waiting[0] or self._cluster_commit_index == self._log.last_index:
+            self._waiting = (self._cluster_commit_index, now_ns)
+        is_stuck = now_ns - self._waiting[1] >= LAG_TIMEOUTS * self._election.timeout_ns
+        is_looked_at = self._witness_age >= WITNESS_HEARTBEATS
+        self._asks_witness = self._needs_witness(now_ns) or is_stuck or is_looked_at
+
+    def _settles_witness(self) -> bool:
+        """Whether the witness can drop what both voters have on disk now."""
+        roster = self.disks.roster
+        witness, regions = self._followers[roster.witness], [name for name in roster.voters if name != roster.witness]
+        indexes = self.durable_indexes
+        return isinstance(witness, WitnessFollower) and witness.settle(min(indexes[name] for name in regions))
+
+    def _needs_witness(self, now_ns: int) -> bool:
+        """Whether the leader asks the witness: the other voter is silent, or from a folder that does not count; the
+        leader was elected with it; or no folder of it is named yet."""
+        roster = self.disks.roster
+        if not roster.witness or self.disks.disk_of(roster.witness) == NO_DISK:
+            return bool(roster.witness)
+        peers = [(name, self._followers[name]) for name in roster.voters if name not in (self._region, roster.witness)]
+        if roster.witness in self._founders and not all(follower.disk for _, follower in peers):
+            return True
+        # Half of the time after which the leader, without any answer, would step down.
+        since_ns = now_ns - self._election.timeout_ns // 2
+        return any(
+            follower.answered_ns <= since_ns or (follower.disk != b"" and not self._counts(name, follower.disk))
+            for name, follower in peers
+        )
+
+    def _successor(self, now_ns: int) -> str:
+        """As leader, the live follower that votes, counts and has the most on disk; empty if there is none."""
+        witness = self.disks.roster.witness
+        able = {
+            peer: follower
+            for peer, follower in self._voting_followers().items()
+            if peer != witness and self._counts(peer, follower.disk)
+        }
+        return most_complete(able, answered_after_ns=now_ns - self._election_timeout_ns)
 
     def _may_stand(self) -> bool:
         """Whether it votes, from a folder that counts: another would only disturb. Before the run is founded each may

@@ -46,7 +46,6 @@ from diloco_node.core.ledger.replication import (
     fault_in,
     fork_in,
     is_fork,
-    most_complete,
 )
 from diloco_node.core.messages import (
     AppendEntries,
@@ -57,7 +56,7 @@ from diloco_node.core.messages import (
     RequestVoteReply,
     TimeoutNow,
 )
-from diloco_node.core.types import Entry, EntryBody, FolderLife, LeaderBody, LedgerBase
+from diloco_node.core.types import EntryBody, LeaderBody, LedgerBase
 from diloco_node.errors import InvalidTransition
 
 DISTRUST_TIMEOUTS: Final = 16
@@ -131,33 +130,6 @@ class LedgerCore(LedgerState):
             self._offer_leadership(why, now_ns)
         return self._flush()
 
-    def hear(self, peer: str, folder: FolderLife) -> str:
-        """Take what a region tells of its folder. Return why it is an older copy, if that is news."""
-        if fault := self.folders.hear(peer, folder):
-            self.contradictions[peer] = f"the folder of {peer} is an older copy: {fault}"
-            if follower := self._followers.get(peer):
-                follower.disk, follower.durable_index = b"", 0
-        return fault
-
-    def take_committed(self, entries_max: int | None = None) -> list[Entry]:
-        """Entries that are committed and on this region's disk and were not taken before, in order.
-
-        Args:
-            entries_max: how many at most; the others are there for the next call.
-        """
-        first, last = self._taken_index + 1, self.commit_index
-        if entries_max is not None:
-            last = min(last, self._taken_index + entries_max)
-        if last < first:
-            return []
-        self._taken_index = last
-        return list(self._log.slice(first, last))
-
-    def take_base(self) -> LedgerBase | None:
-        """The base that a leader sent since the last call: go on from it, before anything is taken."""
-        base, self._new_base = self._new_base, None
-        return base
-
     def compact(self, base: LedgerBase) -> list[Effect]:
         """Begin the log with this: entries up to its index were taken, and this region's disk needs none of them."""
         assert base.index <= self._taken_index, (base.index, self._taken_index)
@@ -182,7 +154,7 @@ class LedgerCore(LedgerState):
                 self._election.start_pre_vote(now_ns=now_ns)
 
     def _message_arrived(self, peer: str, message: Message, now_ns: int) -> None:
-        members = self.disks.roster.names
+        members = self.disks.roster.disks
         is_answer = isinstance(message, (RequestVoteReply, AppendEntriesReply))
         is_known = peer in members or peer in self._followers or (self._may_lead(peer) and not is_answer)
         if not is_known and self._region in members:
@@ -194,6 +166,8 @@ class LedgerCore(LedgerState):
                 self._request_vote(peer, message, now_ns)
             case RequestVoteReply():
                 self._request_vote_reply(peer, message, now_ns)
+            case AppendEntries() if peer == self.disks.roster.witness:
+                self._tail_shown(message, now_ns)
             case AppendEntries():
                 self._append_entries(peer, message, now_ns)
             case AppendEntriesReply():
@@ -257,6 +231,7 @@ class LedgerCore(LedgerState):
         )
 
     def _request_vote_reply(self, peer: str, answer: RequestVoteReply, now_ns: int) -> None:
+        self._election.hear(peer, answer)
         if not answer.granted:
             if not self._hears_leader(now_ns):
                 self._adopt_term(answer.term, now_ns)
@@ -300,10 +275,15 @@ class LedgerCore(LedgerState):
 
     def _broadcast(self, now_ns: int) -> None:
         self._heartbeat_at_ns = now_ns + self._heartbeat_ns
+        self._follow_witness(now_ns)
         for peer in self._followers:
             self._send_append(peer)
 
     def _send_append(self, peer: str) -> None:
+        if peer == self.disks.roster.witness:
+            if not self._asks_witness and not self._settles_witness():
+                return
+            self._witness_age = 0
         self._sequence += 1
         message = self._followers[peer].next_message(
             self._log, term=self.term, sequence=self._sequence, commit_index=self._cluster_commit_index
@@ -334,7 +314,7 @@ class LedgerCore(LedgerState):
             return
         self._advance_commit(now_ns)
         self.folders.hold(peer, min(follower.durable_index, self._cluster_commit_index))
-        if peer not in self.disks.roster.names and self._bids_farewell(peer, follower, answer.sequence):
+        if peer not in self.disks.roster.disks and self._bids_farewell(peer, follower, answer.sequence):
             del self._followers[peer]
             return
         if follower.has_more(self._log, commit_index=self._cluster_commit_index):
@@ -365,10 +345,7 @@ class LedgerCore(LedgerState):
 
     def _offer_leadership(self, why: str, now_ns: int) -> None:
         """Ask the live follower with the most on disk to take over; repeated with each heartbeat while it is needed."""
-        followers = self._voting_followers()
-        able = {peer: follower for peer, follower in followers.items() if self._counts(peer, follower.disk)}
-        successor = most_complete(able, answered_after_ns=now_ns - self._election_timeout_ns)
-        if successor:
+        if successor := self._successor(now_ns):
             self._note(f"{why}: offers its place to {successor}")
             self._offered_until_ns = now_ns + self._election.timeout_ns
             for peer in self._followers:
@@ -411,6 +388,32 @@ class LedgerCore(LedgerState):
             self._refuse(
                 peer, request.sequence, hint=max(self._log.search_hint(request.previous_index), self.commit_index)
             )
+
+    def _tail_shown(self, tail: AppendEntries, now_ns: int) -> None:
+        """Take what the witness has and this log lacks; without it the witness gives no vote.
+
+        A log that ends later, by term and index, is one of a later leader: what it has otherwise was never committed.
+        So this is as safe as a vote for who has it. Nothing is acknowledged, for nobody asks.
+        """
+        log, committed_index = self._log, self._cluster_commit_index
+        if self.is_leader or self._hears_leader(now_ns) or not tail.entries or fault_in(tail):
+            return
+        last, known_index = tail.entries[-1], log.known_index
+        if (last.term, last.index) <= (log.term_at(known_index), known_index):
+            return
+        conflict = log.first_conflict(tail.entries)
+        if not log.has(tail.previous_index, tail.previous_hash) or 0 < conflict <= committed_index:
+            return
+        if fault := self._entry_gate.fault(tail, peer="", committed_index=committed_index):
+            self._note(f"ignored the tail that the witness keeps: {fault}", is_alarm=True)
+            return
+        matched_index = self._following.matched_index
+        if self._following.take(log, tail):
+            self.disks.on_truncation(conflict)
+            matched_index = min(matched_index, conflict - 1)
+        self._following.matched_index = matched_index
+        self._note_commit(min(tail.commit_index, log.known_index))
+        log.promote(self._may_persist, committed_index=self._cluster_commit_index)
 
     def _distrust(self, peer: str, fault: str, now_ns: int) -> None:
         self._note(f"ignored entries from {peer}, and follows it no more: {fault}", is_alarm=True)

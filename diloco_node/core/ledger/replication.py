@@ -140,6 +140,37 @@ class Follower:
         return tuple(batch)
 
 
+@dataclass(slots=True)
+class WitnessFollower(Follower):
+    """The witness (`core.ledger.witness`), as a leader sees it. It keeps what not both voters have on disk.
+
+    Committed entries that it lacks were committed by the two voters, as all before them: a majority without the witness
+    is both of them. So it gets none of those, and begins its log anew there.
+
+    Attributes:
+        settled_index: where its log begins, as far as this leader had it begin.
+    """
+
+    settled_index: int = 0
+
+    def next_message(self, log: ReplicaLog, *, term: int, sequence: int, commit_index: int) -> AppendEntries | BaseSent:
+        """As `Follower`."""
+        if self.next_index > commit_index or self.batch_sequence:
+            self.next_index = max(self.next_index, commit_index + 1)
+            return Follower.next_message(self, log, term=term, sequence=sequence, commit_index=commit_index)
+        self.batch_sequence = self.sent_sequence = sequence
+        self.next_index, self.is_certain = commit_index + 1, False
+        self.settled_index = commit_index
+        return BaseSent(term, sequence, commit_index, log.term_at(commit_index), log.hash_at(commit_index), b"")
+
+    def settle(self, disk_index: int) -> bool:
+        """Whether it keeps entries that are on all other disks up to this index: the next message has it drop them."""
+        if not self.settled_index < self.durable_index <= disk_index:
+            return False
+        self.next_index, self.batch_sequence = self.durable_index, 0
+        return True
+
+
 def majority_contact_ns(followers: Iterable[Follower]) -> int:
     """When a majority, the leader counted, had last answered; 0 if it is the leader alone.
 

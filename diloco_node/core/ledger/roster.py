@@ -9,6 +9,10 @@ its next entry and the committed history each have a roster of their own: they s
 
 A former member is remembered, for its learner's account is. It may come back, as a contributor.
 
+Beside two voters there may be a witness (`witness`): a third vote, without a region. While it is there no other change
+but its removal touches the votes, so that a majority is always two of these three. One that is
+removed is forgotten.
+
 The run's authority signs each change: who may certify regions may admit and remove them. It signs the members as they
 are after the change, and how many changes led there. So no order counts twice, nor for other members or in another
 run; and one signature vouches for the members of a ledger that begins with a summary.
@@ -18,7 +22,7 @@ Source: Ongaro's dissertation (2014), section 4.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -29,6 +33,9 @@ from diloco_node.core.member_kind import Enrolled, MemberKind, MembershipBody
 from diloco_node.core.types import EVICTED, EXPELLED, DiskNamedBody, Entry, GenesisBody
 
 KINDS: Final = frozenset(MemberKind)
+WITNESSED: Final = 2
+"""A witness is for so many voters."""
+
 VOTERS_MIN: Final = 3
 """No fewer are left when a voter is evicted."""
 
@@ -76,21 +83,24 @@ class Roster:
     Attributes:
         memberships: by name, former members too. Founders are first, sorted, then each one that came: so a region's
             place never changes.
-        names: the members, sorted.
-        voters: those of them that count for a majority, sorted: voters that are not EVICTED.
-        disks: per member the folder that the log names; see `Membership`.
+        names: the members that are regions, sorted.
+        voters: who counts for a majority, sorted: voters that are not EVICTED, and the witness.
+        witness: its name; empty: there is none.
+        disks: per member, and of the witness, the folder that the log names; see `Membership`.
         changes: of the members since genesis. signature: of the last one, see `statement`; empty without one.
     """
 
-    __slots__ = ("changes", "disks", "memberships", "names", "signature", "voters")
+    __slots__ = ("changes", "disks", "memberships", "names", "signature", "voters", "witness")
 
     def __init__(self, memberships: Mapping[str, Membership], changes: int = 0, signature: bytes = b"") -> None:
         self.changes, self.signature = changes, signature
         self.memberships = dict(memberships)
         members = {name: line for name, line in sorted(memberships.items()) if line.kind is not MemberKind.FORMER}
-        self.names = tuple(members)
-        is_voter = {name: line.kind is MemberKind.VOTER and line.disk != EVICTED for name, line in members.items()}
-        self.voters = tuple(name for name in members if is_voter[name])
+        self.witness = next((name for name, line in members.items() if line.kind is MemberKind.WITNESS), "")
+        self.names = tuple(name for name in members if name != self.witness)
+        self.voters = tuple(
+            name for name, line in members.items() if line.kind is not MemberKind.CONTRIBUTOR and line.disk != EVICTED
+        )
         self.disks = {name: line.disk for name, line in members.items()}
 
     @classmethod
@@ -138,12 +148,14 @@ class Roster:
         return region in self.memberships and region not in self.disks
 
     def places(self, region: str) -> tuple[str, ...]:
-        """All that are or were members, and this region: by their places, which shares of the data go by."""
-        return tuple(dict.fromkeys((*self.memberships, region)))
+        """All regions that are or were members, and this one: by their places, which shares of the data go by."""
+        return tuple(dict.fromkeys((*(name for name in self.memberships if name != self.witness), region)))
 
     def addresses(self, settings: Mapping[str, str | None]) -> dict[str, str | None]:
         """Where to dial each region, former members too: as the authority has signed, else as the settings say."""
-        return {name: line.address or settings.get(name) for name, line in self.memberships.items()}
+        return {
+            name: line.address or settings.get(name) for name, line in self.memberships.items() if name != self.witness
+        }
 
     def replacements(self, region: str) -> int:
         """How often the log named another folder of the region, in place of one that was lost."""
@@ -153,6 +165,25 @@ class Roster:
     def is_majority(self, names: Iterable[str]) -> bool:
         """Whether a majority of the voters is among these regions."""
         return len(set(names) & set(self.voters)) >= majority_of(len(self.voters))
+
+    def stand_in(self, reaches: Callable[[str], bool]) -> str:
+        """The witness, while a voter is out of reach, for it acknowledges no entry without the payload; else empty.
+
+        Args:
+            reaches: whether a region is in reach; this one is.
+        """
+        return "" if all(reaches(name) for name in self.voters if name != self.witness) else self.witness
+
+    def words_needed(self, there: Container[str]) -> int:
+        """How many voting regions must say the same: a majority; beside a witness, which says nothing, all that are
+        there.
+
+        Args:
+            there: the regions that are.
+        """
+        if not self.witness:
+            return majority_of(len(self.voters))
+        return max(1, sum(name in there for name in self.voters))
 
     def after(self, entry: Entry) -> Roster:
         """The roster after one more entry; itself if the entry changes nothing of it."""
@@ -171,6 +202,9 @@ class Roster:
     def changed(self, body: MembershipBody, index: int = 0) -> Roster:
         """The roster after this change, which has one of the kinds. `index`: of its entry."""
         kind = MemberKind(body.kind)
+        if body.region == self.witness:
+            regions = {name: line for name, line in self.memberships.items() if name != body.region}
+            return Roster(regions, self.changes + 1, body.signature)
         last = self.memberships.get(body.region, Membership(kind, folders=0))
         disk = NO_DISK if kind is MemberKind.FORMER else self.disks.get(body.region, NO_DISK)
         # One that comes back may be elsewhere: it has the address that it is added with, or none.
@@ -194,11 +228,15 @@ class Roster:
             return f"{region} is {'no member of the run' if kind is MemberKind.FORMER else f'a {kind} already'}"
         if region not in self.memberships and len(self.memberships) >= REGIONS:
             return f"{len(self.memberships)} regions are or were members of this run, which is as many as there can be"
+        if MemberKind.WITNESS in (kind, before) or (self.witness and MemberKind.VOTER in (kind, before)):
+            return self._witness_fault(body, before)
         if kind is MemberKind.VOTER:
             return self._promotion_fault(region)
-        if before is MemberKind.VOTER:
-            return vote_fault({name: disk for name, disk in self.voter_disks.items() if name != region}, region)
-        return ""
+        return self.loss_fault(region) if before is MemberKind.VOTER else ""
+
+    def loss_fault(self, region: str) -> str:
+        """Say why the others can't do without the vote of a voter, or of the witness; empty if they can."""
+        return vote_fault({name: disk for name, disk in self.voter_disks.items() if name != region}, region)
 
     def eviction_fault(self, region: str) -> str:
         """Say why the vote of a region can't be taken for being away; empty if it can."""
@@ -207,7 +245,23 @@ class Roster:
         voters = len(self.voters) - 1
         if voters < VOTERS_MIN:
             return f"{voters} voters would be left without {region}, and {VOTERS_MIN} must be"
-        return vote_fault({name: disk for name, disk in self.voter_disks.items() if name != region}, region)
+        return self.loss_fault(region)
+
+    def _witness_fault(self, body: MembershipBody, before: MemberKind) -> str:
+        """Say why a change of the witness, or of a vote beside it, can't be."""
+        if before is MemberKind.WITNESS:
+            is_removal = body.kind == MemberKind.FORMER
+            return "" if is_removal else f"{body.region} is the witness, and no region: it can only be removed"
+        if body.kind != MemberKind.WITNESS:
+            return f"the votes stay as they are while {self.witness} is the witness: remove it first"
+        if body.region in self.memberships:
+            return f"{body.region} is or was a region of the run: give the witness another name"
+        if self.witness:
+            return f"{self.witness} is the witness already: remove it first"
+        voters = [name for name, line in self.memberships.items() if line.kind is MemberKind.VOTER]
+        if len(voters) != WITNESSED:
+            return f"a witness is for {WITNESSED} voters, and there are {len(voters)}: {', '.join(voters)}"
+        return "" if "://" in body.address else f"a witness needs the URL of its object, not {body.address!r}"
 
     def _promotion_fault(self, region: str) -> str:
         if region not in self.disks:
@@ -227,8 +281,10 @@ class Roster:
 
 def lines_fault(lines: Iterable[Enrolled]) -> str:
     """Say why these can't be the lines of a roster; empty if they can."""
-    names, kinds = [line.region for line in lines], {line.kind for line in lines}
-    return "" if len(set(names)) == len(names) and kinds <= KINDS else "a member is named twice, or of no kind there is"
+    lines = tuple(lines)
+    names, kinds = {line.region for line in lines}, [line.kind for line in lines]
+    is_sound = len(names) == len(lines) and set(kinds) <= KINDS and kinds.count(MemberKind.WITNESS) <= 1
+    return "" if is_sound else "a member is named twice, or of no kind there is"
 
 
 def vote_fault(disks: Mapping[str, bytes], region: str) -> str:

@@ -23,7 +23,7 @@ def order_fault(
         is_forced: the operator takes the risk that the next failure stops merging; not that this change does.
     """
     region = body.region
-    if fault := roster.change_fault(body):
+    if fault := roster.change_fault(body) or (roster.loss_fault(region) if region == roster.witness else ""):
         return fault
     before = roster.voters
     after = [name for name in before if name != region] + [region] * (body.kind == MemberKind.VOTER)

@@ -116,7 +116,9 @@ class DiskReplacement:
             return self._settings.order_fault(body)
         fault, alive = "", liveness.alive(now_ns=now_ns)
         if not disks.has_view:
-            fault = "the run has not begun: leave the region out of run.toml"
+            is_witness = isinstance(body, MembershipBody) and body.kind == MemberKind.WITNESS
+            remedy = "give the order again once it has" if is_witness else "leave the region out of run.toml"
+            fault = f"the run has not begun: {remedy}"
         elif isinstance(body, MembershipBody):
             # Only who leads hears all the others.
             leader, is_forced = ledger.leader, order.is_forced
@@ -134,7 +136,8 @@ class DiskReplacement:
             return self._roster_fault(disks.roster.changed(body))
         roster = disks.roster
         voters = roster.disks_without(body.region) if isinstance(body, DiskNamedBody) else roster.voter_disks
-        fault = expulsion_fault(voters, body.region, {ledger.leader, *alive}) if order.is_cut_off else ""
+        there = {ledger.leader, *alive, roster.witness}
+        fault = expulsion_fault(voters, body.region, there) if order.is_cut_off else ""
         return fault and f"{fault}{_renewal(body.region) * isinstance(body, RevokedBody)}"
 
     def _order_fault(self, body: DiskNamedBody | RevokedBody, *, is_cut_off: bool) -> str:
@@ -145,6 +148,8 @@ class DiskReplacement:
             return f"{body.region} is no member of the run"
         if (body.region in self._ledger.disks.expelled) is not is_lifted:
             return f"{body.region} is {'not expelled' if is_lifted else 'expelled already'}"
+        if body.region == self._ledger.disks.roster.witness:
+            return f"{body.region} is the witness: remove it, `diloco-node members remove {body.region}`"
         if body.region == self._ledger.leader:
             return f"{body.region} leads: stop it first, and give the order to the region that leads then"
         return ""

@@ -8,6 +8,7 @@ its own. Whoever has another digest than the ledger has diverged, and heals (`re
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container
 from typing import Final
 
 from diloco_node.core.effects_buffer import EffectBuffer
@@ -95,14 +96,19 @@ class DigestWatch:
             result += [FragmentDigest(fragment, version, digest) for version, digest in sorted(digests.items())]
         return tuple(result)
 
-    def majority_snapshots(self) -> tuple[SnapshotBody, ...]:
+    def majority_snapshots(self, there: Container[str]) -> tuple[SnapshotBody, ...]:
         """Snapshots that the ledger can get: per fragment the newest of which a majority, this region counted, tells
-        the same digest."""
+        the same digest.
+
+        Args:
+            there: the regions that are; see `Roster.words_needed`.
+        """
+        quorum = self._history.roster.words_needed(there)
         bodies = []
         for fragment in range(len(self._own)):
             for version, digest in sorted(self._waiting(fragment).items(), reverse=True):
                 equal = sum(peer_digest == digest for peer_digest in self._peer_digests(fragment, version))
-                if version <= self._history.versions[fragment] and 1 + equal >= self._majority:
+                if version <= self._history.versions[fragment] and 1 + equal >= quorum:
                     bodies.append(SnapshotBody(fragment, version, digest))
                     break
         return tuple(bodies)

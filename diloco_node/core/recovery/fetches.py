@@ -151,12 +151,13 @@ class Fetches:
             for fragment, fetch in self.pending.items()
         )
 
-    def pump(self, *, leader: str, alive: Sequence[str], now_ns: int) -> None:
+    def pump(self, *, leader: str, alive: Sequence[str], now_ns: int, witness: str = "") -> None:
         """Start what may be started.
 
         Args:
             leader: asked first; empty if there is none.
             alive: regions that can be asked at all.
+            witness: asked last, and for payloads alone; empty if there is none.
         """
         self._alive = frozenset(alive)
         in_flight = sum(1 for fetch in self.pending.values() if fetch.peer)
@@ -170,7 +171,7 @@ class Fetches:
             current.not_before_ns = 0
             if in_flight >= FETCHES_MAX:
                 continue
-            peer = self._choose(current, leader, alive)
+            peer = self._choose(current, leader, alive, witness)
             if peer:
                 current.peer = peer
                 in_flight += 1
@@ -182,8 +183,9 @@ class Fetches:
             (fetch.fragment, fetch.version, fetch.peer) for _, fetch in sorted(self.pending.items()) if fetch.peer
         )
 
-    def _choose(self, current: _Fetch, leader: str, alive: Sequence[str]) -> str:
+    def _choose(self, current: _Fetch, leader: str, alive: Sequence[str], witness: str) -> str:
         order = sorted(set(self._others) & set(alive), key=lambda name: (name != leader, name))
+        order += [witness] * (witness != "" and current.body is not None)
         for name in order:
             if name not in current.failed and name not in current.gone:
                 return name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Final
 
 from diloco_node.core.effects_buffer import EffectBuffer
@@ -139,12 +139,16 @@ class Upkeep:
         """The ledger begins with it."""
         self._compaction.on_base()
 
-    def proposals(self) -> list[EntryBody]:
-        """As leader: snapshots that a majority agrees on, and the newest sum, for the ledger; once in each term."""
+    def proposals(self, there: Container[str]) -> list[EntryBody]:
+        """As leader: snapshots that a majority agrees on, and the newest sum, for the ledger; once in each term.
+
+        Args:
+            there: the regions that are.
+        """
         if self._versions.healing:
             return []
         bodies: list[EntryBody] = []
-        for body in self.digests.majority_snapshots():
+        for body in self.digests.majority_snapshots(there):
             name = (self._ledger.term, body.version)
             if self._proposed.get(body.fragment, (0, 0)) < name:
                 self._proposed[body.fragment] = name

@@ -80,8 +80,12 @@ class DiscardCheck:
         if self._report(name, body) != body:
             return False
         others = [voter for voter in voters if voter != name]
-        witnesses = [voter for voter in others if voter == self._region or _covers(self._report(voter, body), body)]
         present = [voter for voter in others if self._liveness.is_alive(voter, now_ns=now_ns)]
+        # The object that stands in for a voter that is away asks no question.
+        stand_in = self._history.roster.witness if len(present) < len(others) - 1 else ""
+        witnesses = [
+            voter for voter in others if voter in (self._region, stand_in) or _covers(self._report(voter, body), body)
+        ]
         quorum, (since_ns, _) = majority_of(len(voters)), self._reported_ns.get(name, (now_ns, now_ns))
         is_word_enough = len(present) < quorum or now_ns - since_ns >= self._patience_ns
         return len(witnesses) + (is_word_enough and name in voters) >= quorum

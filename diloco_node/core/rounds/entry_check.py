@@ -379,7 +379,7 @@ class EntryCheck:
     def _leader_fault(self, name: str) -> str:
         if not self._run[3] and not self._facts.versions:
             return ""  # This region joins, and learns from the next entries who founded the run.
-        is_voter = name in self._facts.roster.voters
+        is_voter = name in self._facts.roster.voters and name in self._facts.roster.names
         return self._region_fault(name) or ("" if is_voter else f"{name} leads, and does not vote")
 
     def _fragment_fault(self, fragment: int) -> str:
@@ -416,7 +416,7 @@ class EntryCheck:
         return (
             self._members_fault(body)
             or self._numbers_fault(body, self._fragments[body.fragment])
-            or stripes_fault(body.stripes, regions=self._facts.roster.disks, blocks=sum(self._blocks[body.fragment]))
+            or stripes_fault(body.stripes, regions=self._facts.roster.names, blocks=sum(self._blocks[body.fragment]))
             or self._projections_fault(body)
         )
 

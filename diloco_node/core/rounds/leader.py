@@ -328,11 +328,11 @@ class RoundLeader:
             return
         if self._is_wrong(round_, now_ns):
             return
-        self._audit.draw(round_, partial(self._reaches, now_ns=now_ns), now_ns=now_ns)
-        holders = round_.payload_holders()
-        if not self._history.roster.is_majority(holders):
+        roster, reaches = self._history.roster, partial(self._reaches, now_ns=now_ns)
+        self._audit.draw(round_, reaches, now_ns=now_ns)
+        if not roster.is_majority((*round_.payload_holders(), roster.stand_in(reaches))):
             return
-        if self._region in holders:
+        if self._region in round_.payload_holders():
             self._propose_audited(round_, now_ns)
         elif round_.held_since_ns is None:
             round_.held_since_ns = now_ns

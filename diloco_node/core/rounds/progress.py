@@ -55,7 +55,8 @@ class RunProgress:
         """Return the regions whose learner is there, or was not long ago, sorted.
 
         If only a minority makes steps, or is heard of, all learners count with their steps so far. Otherwise a region
-        that was cut off would take itself for the run; so would the first region to go on after a stall of all.
+        that was cut off would take itself for the run; so would the first region to go on after a stall of all. Beside
+        a witness one of two is enough, for that is what a witness is for.
         """
         names, recent = [], []
         for name in self._context.regions:
@@ -69,7 +70,8 @@ class RunProgress:
             names.append(name)
             if now_ns - grew_ns < ABSENT_NS:
                 recent.append(name)
-        return recent if 2 * len(recent) > len(names) else names
+        votes = 2 * len(recent) + bool(self._history.roster.witness)
+        return recent if votes > len(names) else names
 
     def learner_steps(self, *, now_ns: int) -> list[int]:
         """Return the steps of each of `learners`, all its incarnations together."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
+from diloco_node.core.bounds import ADDRESS_BYTES
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.roster import KINDS, Membership, Roster
 from diloco_node.core.member_kind import MemberKind, MembershipBody
@@ -25,11 +26,12 @@ class MemberSigns:
     """Signs of the members beside those of the ledger.
 
     Attributes:
-        region: this one. heard: the others whose heartbeats arrive.
+        region: this one. heard: the others whose heartbeats arrive, and the witness if its bucket answers.
         linked: the others that have a link now, so their certificate is good.
         held_bytes, state_bytes: of parameters and momentum, what this region holds, and all.
         since_unix: by region, when this daemon saw the entry that gave it its kind; without those of before its start.
         shards: by region, how many shards of the data wait until it has heard of the change that took them.
+        witness_fault: why the bucket of the witness does not answer; empty: it does.
     """
 
     region: str
@@ -39,6 +41,7 @@ class MemberSigns:
     state_bytes: int = 0
     since_unix: Mapping[str, float] = field(default_factory=dict)
     shards: Mapping[str, int] = field(default_factory=dict)
+    witness_fault: str = ""
 
     @property
     def there(self) -> frozenset[str]:
@@ -98,15 +101,17 @@ def _state(name: str, line: Membership, signs: MemberSigns, *, has_folder: bool)
     """Say whether a member is there, and what it waits for."""
     if line.kind is MemberKind.FORMER:
         return "removed"
+    if line.kind is MemberKind.WITNESS:
+        fault = f"away: {signs.witness_fault}" if signs.witness_fault else "there"
+        return fault if has_folder else f"{fault}; no vote until both regions have its object in their log"
     if line.disk == EXPELLED:
         return "expelled, until `diloco-node quarantine lift`"
     if line.disk == EVICTED and name not in signs.there:
         return "away too long: it has no vote until it is back"
     if not has_folder and line.since:  # before genesis no folder counts
         return _lack(name, signs)
-    if name not in signs.there:
-        return "away"
-    return "there, ready for a vote" if line.kind is MemberKind.CONTRIBUTOR else "there"
+    there = "there, ready for a vote" if line.kind is MemberKind.CONTRIBUTOR else "there"
+    return there if name in signs.there else "away"
 
 
 def _waits(name: str, signs: MemberSigns) -> str:
@@ -142,12 +147,23 @@ def member_order(
         octets = bytes.fromhex(signature if isinstance(signature, str) else "?")
     except ValueError:
         raise ConfigError("the signature must be a text of hexadecimal digits") from None
-    if (address := document.get("address")) is not None:
+    if (address := document.get("address")) is not None and kind == MemberKind.WITNESS:
+        _check_bucket(address)
+    elif address is not None:
         _check_new(region, address, roster, addresses)
     if document.get("changes", roster.changes + 1) != roster.changes + 1:
         raise ConfigError("the members were changed meanwhile: look at `diloco-node members list`, and order it again")
     body = MembershipBody(region, MemberKind(kind).value, address or "", octets)
     return EntryOrdered(body, is_cut_off=kind == MemberKind.FORMER, is_forced=document.get("force") is True)
+
+
+def _check_bucket(url: Any) -> None:
+    """Refuse a witness that is no bucket. Raises ConfigError."""
+    from diloco_node.storage.object_store import bucket_scheme
+
+    if not isinstance(url, str) or len(url) > ADDRESS_BYTES:
+        raise ConfigError(f"a witness has the URL of a bucket, of at most {ADDRESS_BYTES} characters")
+    bucket_scheme(url)
 
 
 def _check_new(region: str, address: Any, roster: Roster, addresses: Mapping[str, str | None]) -> None:

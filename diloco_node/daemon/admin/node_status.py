@@ -19,6 +19,7 @@ from diloco_node.daemon.learner.reception import Reception
 from diloco_node.daemon.node_runtime import NodeRuntime
 from diloco_node.daemon.pump import Pump
 from diloco_node.daemon.region_budget import BudgetWatch
+from diloco_node.daemon.witness_link import WitnessLink
 from diloco_node.health.alerts import STATE_BYTES
 from diloco_node.measure.measuring import Measuring
 from diloco_node.transport.transport import GrpcTransport
@@ -39,6 +40,7 @@ class NodeStatus:
     facts: RunFacts
     pump: Pump
     budget_watch: BudgetWatch
+    witness: WitnessLink
 
     def not_ready_reason(self) -> str:
         """Why this region does not train in step with a leader; empty if it does, or has finished."""
@@ -93,10 +95,11 @@ class NodeStatus:
         held = zip(self.manifest.fragments, view.versions, strict=True)
         return MemberSigns(
             view.region,
-            frozenset(peer.region for peer in view.peers if peer.is_alive),
+            frozenset(peer.region for peer in view.peers if peer.is_alive) | self.witness.there,
             frozenset(peer for peer, link in self.transport.peer_status().items() if link.certificate is not None),
             STATE_BYTES * sum(fragment.size for fragment, version in held if version >= 0),
             STATE_BYTES * self.manifest.size,
             self.facts.dates.since_unix,
             self.core.history.account.shards.waiting(),
+            self.witness.fault,
         )

@@ -21,7 +21,6 @@ from diloco_node.codec.digest import fragment_digest
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.region import RegionCore
-from diloco_node.core.types import DISK_ID_BYTES
 from diloco_node.daemon.effects.effects import Effects, build_effects
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.learner.version_area import VersionArea
@@ -231,11 +230,9 @@ class DaemonHost(Host):
             loop.abandon()
 
     def lose_disk(self) -> None:
-        """The machine is lost with everything on it; the next daemon finds an empty folder."""
-        self.kill_daemon(is_power_cut=True)
-        self.kill_learner(is_power_cut=True)
-        self.disk = self.folder_disk = FolderDisk(id=self.world.rng.randbytes(DISK_ID_BYTES), lost=self.folder_disk)
-        self.has_final = False
+        """See Host."""
+        super().lose_disk()
+        self.folder_disk = cast(FolderDisk, self.disk)
 
     def stop_daemon(self) -> None:
         """See Host."""

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from diloco_node.core.types import DISK_ID_BYTES, NO_BASE, Entry, LedgerBase, Recovered
+from diloco_node.core.types import DISK_ID_BYTES, NO_BASE, Entry, GenesisBody, LedgerBase, Recovered
 from diloco_node.lab.sim.fake_tensors import state_digest
 from diloco_node.numeric import F32
 
@@ -89,6 +89,17 @@ class Disk:
     def all_counters(self) -> dict[int, tuple[int, int]]:
         """Also those that were lost with the disks before."""
         return {**self.lost.all_counters, **self.counters} if self.lost is not None else self.counters
+
+    def missing_theta_0(self, body: GenesisBody) -> list[int]:
+        """The fragments whose first parameters are not here as genesis names them, nor damaged."""
+        rotten = {key[0] for key in self.rotten}
+        missing = []
+        for fragment, digest in enumerate(body.fragment_digests):
+            state = self.states.get(fragment)
+            is_other = state is not None and state.version == 0 and state_digest(state.theta, state.momentum) != digest
+            if is_other or (state is None and fragment not in rotten):
+                missing.append(fragment)
+        return missing
 
     def fsync_ledger(self) -> None:
         """The oldest ledger write becomes durable."""

@@ -13,6 +13,7 @@ from diloco_node.core.projections import ContributionsProjected, Project, Projec
 from diloco_node.core.types import Stripe
 from diloco_node.lab.sim.disk import LedgerWrite
 from diloco_node.lab.sim.fake_learner import Offer
+from diloco_node.lab.sim.witness_bucket import WITNESS
 from diloco_node.lab.sim.world import LOCAL_NS, MS
 from diloco_node.wire.envelope import encode_control
 
@@ -57,6 +58,9 @@ class FakeEffects:
         self.handlers[type(effect)](effect)
 
     def _send(self, effect: ev.Send) -> None:
+        if effect.peer == WITNESS and self._host.witness is not None:
+            self._host.witness.send(effect.message)
+            return
         self._host.network.send(self._host.name, effect.peer, encode_control(effect.message))
 
     def _persist(self, effect: ev.PersistLedger) -> None:

@@ -14,6 +14,7 @@ from diloco_node.lab.sim.checkers import Checkers
 from diloco_node.lab.sim.gray_faults import GrayFaults
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.raft_faults import RaftFaults
+from diloco_node.lab.sim.site_faults import SITES, SiteFaults
 from diloco_node.lab.sim.troubles import TROUBLES, Troubles
 from diloco_node.lab.sim.world import MS, SECOND, FakeNetwork, Life, World
 
@@ -35,6 +36,10 @@ LASTS_NS = {
     "region away": (10 * SECOND, 40 * SECOND),
     "loop starved": (1 * SECOND, 12 * SECOND),
     "learner crashes again": (4 * SECOND, 20 * SECOND),
+    "bucket away": (5 * SECOND, 20 * SECOND),
+    "bucket slow": (5 * SECOND, 20 * SECOND),
+    "stale reads": (5 * SECOND, 20 * SECOND),
+    "lost writes": (5 * SECOND, 20 * SECOND),
 }
 """Between these, evenly."""
 
@@ -81,6 +86,24 @@ SCHEDULES: dict[str, dict[str, int]] = {
         "one-way cut": 1,
     },
     "away": {"region away": 4, "leader killed": 2, "learner killed": 2, "flaky links": 1, "slow disk": 1},
+    SITES: {
+        "region away": 4,
+        "disk lost": 3,
+        "leader killed": 2,
+        "daemon killed": 2,
+        "learner killed": 1,
+        "partition": 3,
+        "one-way cut": 2,
+        "leader dies after its append": 2,
+        "leader dies after its commit": 2,
+        "flaky links": 1,
+        "slow disk": 1,
+        "bucket away": 3,
+        "bucket slow": 2,
+        "stale reads": 2,
+        "lost writes": 3,
+        "bucket emptied": 1,
+    },
 }
 """Odds of each fault, by schedule."""
 
@@ -169,6 +192,7 @@ class Chaos:
             "large transfers lost": gray.lose_large,
             "corrupt transfers": gray.corrupt,
             **troubles,
+            **SiteFaults(world, checkers, hosts).kinds,
         }
         self._draw_next()
 

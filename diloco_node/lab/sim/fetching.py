@@ -10,6 +10,7 @@ from diloco_node.core import messages as msg
 from diloco_node.lab.sim import fake_tensors as tensors
 from diloco_node.lab.sim.dataplane import block_ranges
 from diloco_node.lab.sim.disk import DiskPayload, DiskState
+from diloco_node.lab.sim.witness_bucket import WITNESS
 from diloco_node.lab.sim.world import SECOND
 from diloco_node.wire.envelope import encode_control
 
@@ -44,6 +45,9 @@ class FakeFetches:
             self._failed(key, "asked again")
         self._number += 1
         self._open[key] = FakeFetch(effect, self._number)
+        if isinstance(effect, ev.FetchPayload) and effect.peer == WITNESS and self._host.witness is not None:
+            self._host.witness.fetch(effect)
+            return
         kind = msg.PayloadRequested if is_payload else msg.StateRequested
         want = kind(effect.fragment, effect.version, effect.digest)
         self._host.network.send(self._host.name, effect.peer, encode_control(want))

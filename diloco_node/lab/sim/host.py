@@ -25,6 +25,7 @@ from diloco_node.lab.sim.fake_learner import FakeLearner, FakeSnapshot, Pool
 from diloco_node.lab.sim.fetching import FakeFetches
 from diloco_node.lab.sim.row_check import RowCheck
 from diloco_node.lab.sim.setup import Setup
+from diloco_node.lab.sim.witness_bucket import FakeBucket, FakeWitness
 from diloco_node.lab.sim.world import LOCAL_NS, MS, SECOND, FakeNetwork, Life, World
 from diloco_node.numeric import F32
 from diloco_node.wire.envelope import TransferBegin, decode_bulk, decode_control, encode_begin
@@ -104,6 +105,9 @@ class Host:
         self.learner: FakeLearner | None = None
         self.is_absent = name in setup.joiners
         self.disk_factor = 1
+        # The run's witness, and this daemon's way to it; None: it has none.
+        self.bucket: FakeBucket | None = None
+        self.witness: FakeWitness | None = None
         # True only under a planted fault; the last two go to each life's data plane.
         self.fsync_is_late = False
         self.is_residual_loose = False
@@ -112,8 +116,7 @@ class Host:
         self.spoil_sum: Callable[[F32], F32] | None = None
         self.token_factor = 1
         self.spoil_core: Callable[[Any], None] | None = None
-        # Survives the daemon: the file is on the disk.
-        self.has_final = False
+        self.has_final = False  # survives the daemon: the file is on the disk
         self._observer = observer
         self.make_core = make_core
         self._pool = pool
@@ -167,6 +170,7 @@ class Host:
         self.plane.is_residual_loose = self.is_residual_loose
         self.plane.is_order_loose = self.is_order_loose
         self.plane.spoil_sum = self.spoil_sum
+        self.witness = FakeWitness(self, self.bucket) if self.bucket is not None else None
         self._events.clear()
         self._stalled_until_ns = 0
         self.fetches.forget()
@@ -199,6 +203,13 @@ class Host:
         if self.learner is not None:
             self.learner.forget_daemon()
 
+    def lose_disk(self) -> None:
+        """The machine is lost with everything on it; the next daemon finds an empty folder."""
+        self.kill_daemon(is_power_cut=True)
+        self.kill_learner(is_power_cut=True)
+        self.disk = type(self.disk)(id=self.world.rng.randbytes(DISK_ID_BYTES), lost=self.disk)
+        self.has_final = False
+
     def stop_daemon(self) -> None:
         """SIGTERM: offer leadership to another region, then die."""
         if self._life is None:
@@ -214,7 +225,7 @@ class Host:
         """Start a new incarnation of the learner."""
         if self.learner is not None or self.is_absent:
             return
-        incarnation = max(self.disk.counters, default=0) + 1
+        incarnation = max(self.disk.all_counters, default=0) + 1
         self.disk.counters[incarnation] = (0, 0)
         self.learner = self.make_learner(incarnation)
         self.world.note(self.name, f"learner {incarnation} started", b"learner")

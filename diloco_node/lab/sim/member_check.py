@@ -13,7 +13,7 @@ from diloco_node.core.types import EVICTED, DiskNamedBody, EntryBody, GenesisBod
 from diloco_node.lab.sim import core_parts as view
 
 Kinds = dict[str, str]
-"""By region, "voter", "contributor" or "evicted" (a voter whose vote is taken); who left is not there."""
+"""By member, "voter", "contributor", "witness" or "evicted" (a voter whose vote is taken); who left is not there."""
 
 VOTING = ("voter", "evicted")
 VOTERS_LEFT_MIN = 3
@@ -61,7 +61,7 @@ class MemberCheck:
             self._named.discard(body.region)
         if body.kind == "voter" and (before != "contributor" or body.region not in self._named):
             self._violate(f"members: {body} gives a vote to who has not shown that it holds the state")
-        if before is None and body.kind != "contributor":
+        if before is None and body.kind not in ("contributor", "witness"):
             self._violate(f"members: {body} is of no member")
         (self.former.add if body.kind == "former" else self.former.discard)(body.region)
 
@@ -89,7 +89,7 @@ class MemberCheck:
 
 
 def _is_majority(kinds: Kinds, names: Iterable[str]) -> bool:
-    voters = {name for name, kind in kinds.items() if kind == "voter"}
+    voters = {name for name, kind in kinds.items() if kind in ("voter", "witness")}
     return 2 * len(voters & set(names)) > len(voters)
 
 

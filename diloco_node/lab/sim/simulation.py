@@ -37,6 +37,7 @@ from diloco_node.lab.sim.planting import Fault, make_core
 from diloco_node.lab.sim.seed_report import EVENTS, FAST, SimReport
 from diloco_node.lab.sim.setting_orders import SettingOrders
 from diloco_node.lab.sim.setup import HEAL_DEADLINE_NS, Setup, draw_links, draw_setup
+from diloco_node.lab.sim.site_faults import SITES, add_witness
 from diloco_node.lab.sim.world import SECOND, FakeNetwork, World
 from diloco_node.numeric import F32
 
@@ -59,6 +60,9 @@ LIARS_CHANCE = 0.2
 
 JOINERS_CHANCE = 0.25
 """Part of the seeds in which regions come and go; none of these has a liar."""
+
+SITES_CHANCE = 0.1
+"""Part of the seeds that are of two regions and a witness."""
 
 COMMITS_AFTER_HEALING = 2
 """New versions of every fragment that phase two waits for."""
@@ -83,6 +87,7 @@ class Simulation:
         joiners: int = 0,
         fault: Fault | None = None,
         host_type: type[Host] = Host,
+        has_witness: bool = False,
     ) -> None:
         self.world = World(seed)
         rng = self.world.rng
@@ -118,6 +123,8 @@ class Simulation:
             self.hosts[name] = host
             self.network.join(name, host)
         self.checkers.hosts = self.hosts
+        if has_witness:
+            add_witness(self.world, self.hosts, self.checkers)
         self.honest = {name: self.hosts[name] for name in self.setup.founders}
 
     def start(self) -> None:
@@ -254,16 +261,30 @@ def simulate(
             off, before progress is demanded of the others.
         effects: who carries out what the cores want (`HOSTS`). commits_min, faults_min: of phase one.
 
-    Raises ConfigError: there is no such schedule, are no such effects, or they can't have a liar.
+    Raises ConfigError: there is no such schedule, are no such effects, or they don't go together.
     """
     _check_names(schedule, liar, effects)
     is_liar_drawn = liar is None
+    is_schedule_drawn, are_joiners_drawn = not schedule, joiners is None
+    can_be_sites = effects == FAST and not liar and not joiners and regions in (0, 2)
+    if is_schedule_drawn:
+        schedule = fault.schedule if fault is not None else _draw_sites(seed) * can_be_sites
+    if has_witness := schedule == SITES:
+        if not can_be_sites:
+            raise ConfigError(f"{SITES!r} is a schedule of two regions, with effects {FAST!r}: nobody lies or joins")
+        regions, liar, joiners = 2, "", 0
     lies = _draw_lies(seed, regions, fault, effects) if liar is None else liar
-    are_joiners_drawn = joiners is None
     if joiners is None:
         joiners = _draw_joiners(seed, regions, fault, effects) if not lies else 0
     with _uncollected(), lowered_limits(seed) as limits:
-        simulation = Simulation(seed, regions=regions, joiners=joiners, fault=fault, host_type=HOSTS[effects])
+        simulation = Simulation(
+            seed,
+            regions=regions,
+            joiners=joiners,
+            fault=fault,
+            host_type=HOSTS[effects],
+            has_witness=has_witness,
+        )
         world, checkers = simulation.world, simulation.checkers
         simulation.start()
         schedule_drawn = world.rng.choices(list(ODDS), list(ODDS.values()))[0]
@@ -272,7 +293,7 @@ def simulate(
             simulation.network,
             simulation.hosts,
             checkers,
-            schedule=schedule or (fault.schedule if fault is not None else "") or schedule_drawn,
+            schedule=schedule or schedule_drawn,
             mean_gap_events=world.rng.choice((150, 250, 400)),
         )
         orders = SettingOrders(seed, world, simulation.hosts, chaos.injected)
@@ -329,7 +350,7 @@ def simulate(
             trace_digest=world.trace_digest(),
             trace_tail=tuple(world.trace_tail()),
             schedule=chaos.schedule,
-            is_schedule_drawn=not schedule,
+            is_schedule_drawn=is_schedule_drawn,
             liar=culprit.region if culprit is not None else "",
             lies=dict(sorted(culprit.lies.items())) if culprit is not None else {},
             wrong_sums=len(checkers.oracle.wrong_sums),
@@ -366,6 +387,10 @@ def _draw_joiners(seed: int, regions: int, fault: Fault | None, effects: str) ->
         return fault.joiners
     rng = random.Random(f"joiners of {seed}")  # as for liars
     return rng.choice((1, 2)) if effects == FAST and regions <= 5 and rng.random() < JOINERS_CHANCE else 0
+
+
+def _draw_sites(seed: int) -> str:
+    return SITES * (random.Random(f"sites of {seed}").random() < SITES_CHANCE)  # as for liars
 
 
 @contextlib.contextmanager

@@ -109,13 +109,13 @@ def test_newest_digest_is_known() -> None:
 def test_a_snapshot_is_agreed_on_when_a_majority_tells_all_32_bytes_alike() -> None:
     watch, _ = a_watch()
     watch.on_digest(0, 4, GOOD, now_ns=0)
-    assert watch.majority_snapshots() == ()
+    assert watch.majority_snapshots(frozenset()) == ()
     watch.on_report("b", (FragmentDigest(0, 4, GOOD[:16] + bytes(16)), FragmentDigest(0, 3, GOOD)))
-    assert watch.majority_snapshots() == ()
+    assert watch.majority_snapshots(frozenset()) == ()
     watch.on_report("c", (FragmentDigest(0, 4, GOOD),))
-    assert watch.majority_snapshots() == (SnapshotBody(0, 4, GOOD),)
+    assert watch.majority_snapshots(frozenset()) == (SnapshotBody(0, 4, GOOD),)
     commit(watch, SnapshotBody(0, 4, GOOD))
-    assert watch.majority_snapshots() == ()
+    assert watch.majority_snapshots(frozenset()) == ()
 
 
 @pytest.mark.parametrize("regions", [2, 4, 6])
@@ -125,29 +125,29 @@ def test_exactly_half_of_the_regions_agree_to_no_snapshot(regions: int) -> None:
     *peers, last = "bcdefg"[: regions // 2]
     for peer in (*peers, "no-voter"):
         watch.on_report(peer, (FragmentDigest(0, 4, GOOD),))
-    assert watch.majority_snapshots() == ()
+    assert watch.majority_snapshots(frozenset()) == ()
     watch.on_report(last, (FragmentDigest(0, 4, GOOD),))
-    assert watch.majority_snapshots() == (SnapshotBody(0, 4, GOOD),)
+    assert watch.majority_snapshots(frozenset()) == (SnapshotBody(0, 4, GOOD),)
 
 
 def test_versions_between_snapshots_are_never_proposed() -> None:
     watch, _ = a_watch()
     watch.on_digest(0, 5, GOOD, now_ns=0)
     watch.on_report("b", (FragmentDigest(0, 5, GOOD),))
-    assert watch.majority_snapshots() == ()
+    assert watch.majority_snapshots(frozenset()) == ()
 
 
 def test_a_snapshot_of_what_is_not_committed_here_waits() -> None:
     watch, _ = a_watch(committed=3)
     watch.on_digest(0, 4, GOOD, now_ns=0)
     watch.on_report("b", (FragmentDigest(0, 4, GOOD),))
-    assert watch.majority_snapshots() == ()
+    assert watch.majority_snapshots(frozenset()) == ()
 
 
 def test_a_region_alone_agrees_with_itself() -> None:
     watch, _ = a_watch(regions=1)
     watch.on_digest(0, 4, GOOD, now_ns=0)
-    assert watch.majority_snapshots() == (SnapshotBody(0, 4, GOOD),)
+    assert watch.majority_snapshots(frozenset()) == (SnapshotBody(0, 4, GOOD),)
 
 
 def test_snapshot_versions_are_told_until_the_ledger_has_them() -> None:

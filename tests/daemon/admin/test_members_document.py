@@ -67,6 +67,23 @@ def test_a_member_that_shards_of_the_data_wait_for_says_so() -> None:
     assert rows[2]["state"] == "away; 170 shards wait for c, until it has heard of the change that took them"
 
 
+@pytest.mark.parametrize(
+    ("fault", "disk", "state"),
+    [
+        ("", b"w" * 16, "there"),
+        ("nobody answers", b"w" * 16, "away: nobody answers"),
+        ("", b"", "there; no vote until both regions have its object in their log"),
+    ],
+)
+def test_a_witness_says_whether_its_bucket_answers(fault: str, disk: bytes, state: str) -> None:
+    roster = Roster.of_voters("ab", dict.fromkeys("ab", b"a" * 16), since=2)
+    roster = roster.changed(MembershipBody("w", "witness", "s3://sites/run"), 7)
+    disks = DiskView("ab", roster.after(Entry(8, 1, b"", DiskNamedBody("w", disk), b"")))
+    document = members_document(disks, MemberSigns("a", frozenset("bw"), witness_fault=fault))
+    assert document["rows"][2]["state"] == state
+    assert document["tolerance"].startswith("3 voters, 2 must be there")
+
+
 def test_a_former_member_waits_for_nothing() -> None:
     roster = Roster.of_voters("abc", since=2).changed(MembershipBody("c", "former"), 7)
     assert members_document(DiskView("abc", roster), MemberSigns("a"))["rows"][2]["state"] == "removed"

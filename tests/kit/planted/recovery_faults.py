@@ -13,7 +13,7 @@ def _agree_with_half(core: Any) -> None:
     """As `majority_snapshots`, with `>=` for `>`."""
     watch = core._upkeep.digests
 
-    def half_snapshots() -> tuple[SnapshotBody, ...]:
+    def half_snapshots(_: object) -> tuple[SnapshotBody, ...]:
         bodies = []
         for fragment in range(len(watch._own)):
             for version, digest in sorted(watch._waiting(fragment).items(), reverse=True):

@@ -60,6 +60,13 @@ def test_the_example_lets_four_regions_grow_to_six_and_shrink_to_three() -> None
     assert plan == plan.until(80 * NS_PER_S), "the last 10 s of the demo are calm"
 
 
+def test_the_example_of_two_sites_hits_each_in_each_way() -> None:
+    plan = read_script(ROOT / "examples" / "two_sites.jsonl", ("us-east", "us-west"))
+    assert {fault.target.region for fault in plan.faults} == {"us-east", "us-west"}
+    assert {fault.kind for fault in plan.faults} == {"partition", "kill", "pause", "wipe"}
+    assert plan == plan.until(280 * NS_PER_S), "the last 10 s of the demo are calm"
+
+
 def line(at_s: float, order: str, target: str) -> str:
     return json.dumps({"at_seconds": at_s, "do": order, "target": target})
 

@@ -61,9 +61,11 @@ function shownState(region, peer) {
 }
 
 export function drawRegions(chosen) {
-  const tolerance = table(chosen?.status.members).tolerance;
+  const members = table(chosen?.status.members);
+  const witness = tables(members.rows).find((one) => one.kind === "witness");
+  const lines = [members.tolerance, witness && `${witness.region}: witness; ${witness.state}`].filter(Boolean);
   const names = ["region", "state", "member", "since", "step", "loss", "tokens/s", "report", "round trip", "entries behind", "took part", "waits for"];
-  panel("regions", "Regions", h("span", { class: "note" }, "a name chooses whose rounds, bandwidth, events and settings are shown"), tolerance ? h("p", {}, tolerance) : null, scroll("Table of regions", h("table", { class: "regions" }, head(...names), h("tbody", {}, allNames().map((name) => regionRow(name, chosen?.name))))));
+  panel("regions", "Regions", h("span", { class: "note" }, "a name chooses whose rounds, bandwidth, events and settings are shown"), lines.map((line) => h("p", {}, line)), scroll("Table of regions", h("table", { class: "regions" }, head(...names), h("tbody", {}, allNames().map((name) => regionRow(name, chosen?.name))))));
 }
 
 // ---- bandwidth

@@ -1,0 +1,292 @@
+"""daemon/witness_link.py and storage/swapped_object.py over an S3 server: turns, payloads, a bucket that is away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, cast
+
+import numpy as np
+import pytest
+
+from diloco_node.core import events as ev
+from diloco_node.core.ledger.roster import Membership, Roster
+from diloco_node.core.ledger.witness import QUIET_NS, RECORD_BYTES_MAX
+from diloco_node.core.member_kind import MemberKind
+from diloco_node.core.messages import (
+    AppendEntriesReply,
+    BaseSent,
+    Message,
+    Payload,
+    PayloadRequested,
+    Refused,
+    RequestVote,
+    RequestVoteReply,
+    StateRequested,
+)
+from diloco_node.core.types import RunSettings
+from diloco_node.daemon.witness_link import WitnessLink, WitnessRoute
+from diloco_node.errors import StoreRefused
+from diloco_node.numeric import U8
+from diloco_node.storage.durable import DamagedFile
+from diloco_node.storage.object_store import bucket_scheme
+from diloco_node.storage.swapped_object import FOLDER, RECORD, SwappedObject
+from tests.kit.ledger_kit import a_round, append_entries, chain, disk_of
+from tests.kit.s3_server import s3_server
+
+pytest.importorskip("obstore")
+BUCKET: Final = "sites"
+BODY: Final = np.arange(1000, dtype=np.uint8)
+LOG: Final = chain(1, 1, 1, bodies=lambda index, _: a_round(index))
+WAIT_S: Final = 20.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dict[str, str]]:
+    with s3_server(BUCKET) as environment:
+        yield environment
+
+
+@pytest.fixture
+def url(server: dict[str, str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """An empty place of a test."""
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/{request.node.name.replace('[', '-').replace(']', '')}"
+
+
+def opened(url: str) -> SwappedObject:
+    return SwappedObject(url, bucket_scheme(url))
+
+
+def test_of_writers_that_read_the_same_version_one_writes(url: str) -> None:
+    bucket = opened(url)
+    bucket.check(FOLDER)
+    assert bucket.sizes() == {}, "the probe is gone"
+    assert bucket.read_tagged(RECORD, 20) is None
+    assert bucket.swap(RECORD, b"0", None)
+    assert not bucket.swap(RECORD, b"other", None)
+    for turn in range(5):
+        answer = bucket.read_tagged(RECORD, 20)
+        assert answer is not None
+        # Other bytes in each turn, as a record has: an ETag is of the bytes, and equal ones would be no change.
+        names = [b"%d of turn %d" % (number, turn) for number in range(8)]
+        with ThreadPoolExecutor(8) as threads:
+            outcomes = list(threads.map(lambda name, tag=answer[1]: bucket.swap(RECORD, name, tag), names))
+        assert outcomes.count(True) == 1, (turn, outcomes)
+        after = bucket.read_tagged(RECORD, 20)
+        assert after is not None
+        assert after[0] == names[outcomes.index(True)]
+    with pytest.raises(StoreRefused, match="at most 1 belong there"):
+        bucket.read_tagged(RECORD, 1)
+
+
+@pytest.mark.parametrize(("condition", "word"), [("create", "If-None-Match"), ("tag", "If-Match")])
+def test_a_store_that_ignores_conditions_is_refused(
+    url: str, monkeypatch: pytest.MonkeyPatch, condition: str, word: str
+) -> None:
+    swap = SwappedObject.swap
+
+    def careless(self: SwappedObject, key: str, data: bytes, tag: Any) -> bool:
+        if (tag is None) == (condition == "create"):
+            self.write(key, [data])
+            return True
+        return swap(self, key, data, tag)
+
+    monkeypatch.setattr(SwappedObject, "swap", careless)
+    with pytest.raises(StoreRefused, match=f"does not keep to {word} when"):
+        opened(url).check(FOLDER)
+
+
+class FakeStore:
+    """The payloads of a region."""
+
+    def read_payload(self, fragment: int, version: int, digest: bytes) -> U8:
+        if (fragment, version, digest) != (0, 2, LOG[1].body.payload_digest):  # type: ignore[union-attr]
+            raise DamagedFile("it is not there")
+        return BODY
+
+
+class FakeFetcher:
+    """Takes what was asked for."""
+
+    def __init__(self) -> None:
+        self.taken: list[U8] = []
+        self.refusals: list[Refused] = []
+        blocks = type("Blocks", (), {"encoded_bytes": BODY.nbytes})()
+        self.parameters = type("Parameters", (), {"blocks": [blocks]})()
+
+    def expects(self, peer: str, header: Payload, raw_bytes: int) -> bool:
+        return True
+
+    def on_refusal(self, peer: str, message: Refused) -> None:
+        self.refusals.append(message)
+
+    async def take_transfer(self, peer: str, header: Payload, body: U8, *, is_whole: bool) -> None:
+        assert is_whole
+        self.taken.append(body)
+
+
+class Site:
+    """A region's way to the witness, without its daemon."""
+
+    def __init__(self, region: str, url: str) -> None:
+        self.now_ns = 0
+        self.answers: list[tuple[str, Message]] = []
+        self.notes: list[ev.Note] = []
+        self.fetcher = FakeFetcher()
+        self.link = WitnessLink(
+            region=region,
+            run_id="run",
+            settings=RunSettings(),
+            store=cast(Any, FakeStore()),
+            spawn=lambda coroutine, _: asyncio.get_running_loop().create_task(coroutine),
+            post=self._take,
+            note=self.notes.append,
+            now_ns=lambda: self.now_ns,
+        )
+        self.link.fetcher = cast(Any, self.fetcher)
+        self.link.follow(Roster({"w": Membership(MemberKind.WITNESS, address=url)}))
+
+    def _take(self, event: ev.Event) -> None:
+        assert isinstance(event, ev.MessageArrived)
+        self.answers.append((event.peer, event.message))
+
+    async def ask(self, message: Message) -> Message:
+        """Send it, and wait for the answer."""
+        count = len(self.answers)
+        self.link.send(message)
+        await until(lambda: len(self.answers) > count)
+        return self.answers[count][1]
+
+
+async def until(is_done: Any) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_done():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+def test_a_leader_keeps_its_tail_there_and_the_other_region_gets_it_with_payloads(url: str) -> None:
+    async def scenario() -> None:
+        here, there = Site("a", url), Site("b", url)
+        started = await here.ask(BaseSent(1, 1, 1, 1, LOG[0].hash, b""))
+        assert isinstance(started, AppendEntriesReply)
+        assert (started.accepted, started.durable_index) == (True, 1)
+        # Entry 2 is taken once its payload is there; that of entry 3 is not on this disk.
+        await until_index(here, 2)
+        assert opened(url).read(f"{FOLDER}/{LOG[1].hash.hex()}", BODY.nbytes).tolist() == BODY.tolist()
+
+        request = RequestVote(2, True, 1, 1, disk_of("b"), True)
+        refused = await there.ask(request)
+        assert isinstance(refused, RequestVoteReply)
+        assert not refused.granted
+        await until(lambda: len(there.answers) > 1)
+        peer, tail = there.answers[1]
+        assert (peer, getattr(tail, "entries", None)) == ("w", LOG[1:2])
+        digest = LOG[1].body.payload_digest  # type: ignore[union-attr]
+        there.link.send(PayloadRequested(0, 2, digest))
+        await until(lambda: there.fetcher.taken)
+        assert there.fetcher.taken[0].tolist() == BODY.tolist()
+        there.link.send(PayloadRequested(0, 3, digest))
+        there.link.send(StateRequested(0, 3, digest))
+        await until(lambda: len(there.fetcher.refusals) == 2)
+
+        there.now_ns = QUIET_NS
+        granted = await there.ask(RequestVote(2, False, 2, 1, disk_of("b"), True))
+        assert isinstance(granted, RequestVoteReply)
+        assert granted.granted
+        lost = await here.ask(append_entries(LOG, 3, 2, term=1))
+        assert isinstance(lost, AppendEntriesReply)
+        assert (lost.accepted, lost.term) == (False, 2)
+        assert there.notes == []
+        assert {note.text for note in here.notes} <= {"w does not answer: it is not there", "w answers again"}, (
+            "entry 3"
+        )
+        for site in (here, there):
+            site.link.close()
+
+    asyncio.run(scenario())
+
+
+async def until_index(site: Site, index: int, last: int = 3) -> None:
+    for _ in range(100):
+        reply = await site.ask(append_entries(LOG, 2, last, term=1))
+        assert isinstance(reply, AppendEntriesReply)
+        if reply.durable_index == index:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("the payload does not get there")
+
+
+def test_a_bucket_that_is_away_gives_no_answer_and_is_told_once(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    endpoint = "http://127.0.0.1:9"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+
+    async def scenario() -> None:
+        site = Site("a", url)
+        site.link.send(BaseSent(1, 1, 1, 1, LOG[0].hash, b""))
+        await until(lambda: site.notes)
+        assert site.link.fault
+        assert "nobody answers" in site.notes[0].text
+        site.link.send(BaseSent(1, 2, 1, 1, LOG[0].hash, b""))
+        await asyncio.sleep(0.5)
+        assert (len(site.notes), site.answers) == (1, [])
+        site.link.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_older_record_in_its_place_is_answered_by_nobody_and_named(url: str) -> None:
+    async def scenario() -> None:
+        site, bucket = Site("a", url), opened(url)
+        await site.ask(BaseSent(1, 1, 1, 1, LOG[0].hash, b""))
+        older = bucket.read_tagged(RECORD, RECORD_BYTES_MAX)
+        assert older is not None
+        await until_index(site, 2, last=2)
+        newer = bucket.read_tagged(RECORD, RECORD_BYTES_MAX)
+        assert newer is not None
+        assert bucket.swap(RECORD, older[0], newer[1])
+        count = len(site.answers)
+        site.link.send(append_entries(LOG, 2, 2, term=1))
+        await until(lambda: site.link.fault)
+        assert "holds an older record than was read here before" in site.notes[-1].text
+        assert len(site.answers) == count
+        site.link.close()
+
+    asyncio.run(scenario())
+
+
+def test_another_runs_record_is_left_alone_and_named(url: str) -> None:
+    async def scenario() -> None:
+        site, other = Site("a", url), Site("a", url)
+        other.link._run_id = "other"
+        await site.ask(BaseSent(1, 1, 1, 1, LOG[0].hash, b""))
+        other.link.send(BaseSent(1, 1, 1, 1, LOG[0].hash, b""))
+        await until(lambda: other.notes)
+        assert "the witness is of run run, and this one is other" in other.notes[0].text
+        for each in (site, other):
+            each.link.close()
+
+    asyncio.run(scenario())
+    assert opened(url).read_tagged(RECORD, RECORD_BYTES_MAX) is not None
+
+
+def test_a_route_sends_to_the_bucket_what_is_for_the_witness() -> None:
+    class Seen:
+        def __init__(self) -> None:
+            self.sent: list[str] = []
+
+        def send(self, peer: str, message: Message) -> bool:
+            self.sent.append(peer)
+            return False
+
+    links, witness = Seen(), Seen()
+    cast(Any, witness).name = "w"
+    cast(Any, witness).send = lambda message: witness.sent.append("w")
+    route = WitnessRoute(cast(Any, links), cast(Any, witness))
+    message = BaseSent(1, 1, 1, 1, LOG[0].hash, b"")
+    assert (route.send("w", message), route.send("b", message)) == (True, False)
+    assert (links.sent, witness.sent) == (["b"], ["w"])
