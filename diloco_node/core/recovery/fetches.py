@@ -1,7 +1,8 @@
-"""Fetches of payloads and states that this region lacks: one fetch per fragment, few at once, peer after peer."""
+"""Fetches of payloads and states that this region lacks: one fetch per fragment, few at once, from several peers."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -155,7 +156,7 @@ class Fetches:
         """Start what may be started.
 
         Args:
-            leader: asked first; empty if there is none.
+            leader: asked first of those that send as little; empty if there is none.
             alive: regions that can be asked at all.
         """
         self._alive = frozenset(alive)
@@ -183,7 +184,9 @@ class Fetches:
         )
 
     def _choose(self, current: _Fetch, leader: str, alive: Sequence[str]) -> str:
-        order = sorted(set(self._others) & set(alive), key=lambda name: (name != leader, name))
+        loads = Counter(fetch.peer for fetch in self.pending.values())
+        # Whoever sends least just now: a state of many fragments comes from several regions, and over all their links.
+        order = sorted(set(self._others) & set(alive), key=lambda name: (loads[name], name != leader, name))
         for name in order:
             if name not in current.failed and name not in current.gone:
                 return name
