@@ -188,7 +188,12 @@ def test_a_baseline_of_the_same_demo_is_taken(tmp_path: Path) -> None:
 
 def test_a_storm_is_no_baseline(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is of a storm"):
-        read_baseline(baseline(tmp_path, chaos={"struck": {}}), SETTINGS)
+        read_baseline(baseline(tmp_path, chaos={"struck": {"kill": {"daemon": 1}}}), SETTINGS)
+
+
+def test_a_script_that_strikes_nothing_is_a_baseline(tmp_path: Path) -> None:
+    """Regions come and go in both runs: the faults make the difference."""
+    assert read_baseline(baseline(tmp_path, chaos={"struck": {}}), SETTINGS)["seconds"] == 60
 
 
 def test_a_baseline_that_is_no_report_is_refused(tmp_path: Path) -> None:
