@@ -187,6 +187,7 @@ def test_each_fact_of_the_report_stays_on_its_line(capsys: pytest.CaptureFixture
         "rounds_in_flight_max": 2,
         "learner_blocked_seconds": 0.5,
         "tokens": {**tokens, "balanced": True, "faults": [], "uncounted": []},
+        "data": {"rows": 47_000, "merged": 46_567, "unmerged": 433, "twice": 0, "faults": []},
         "equal_digests": True,
         "val_loss_global": 1.5,
         **dict.fromkeys(("wan", "budget", "chaos")),
