@@ -184,8 +184,10 @@ class Fetches:
         )
 
     def _choose(self, current: _Fetch, leader: str, alive: Sequence[str]) -> str:
-        loads = Counter(fetch.peer for fetch in self.pending.values())
-        # Whoever sends least just now: a state of many fragments comes from several regions, and over all their links.
+        # A majority has the state of a snapshot: whoever sends least just now sends it. Theta_0 and payloads the leader
+        # has for sure.
+        is_snapshot = current.body is None and current.version > 0
+        loads = Counter(fetch.peer for fetch in self.pending.values() if is_snapshot)
         order = sorted(set(self._others) & set(alive), key=lambda name: (loads[name], name != leader, name))
         for name in order:
             if name not in current.failed and name not in current.gone:

@@ -98,10 +98,10 @@ def test_few_fetches_are_in_flight_at_once() -> None:
     desk.fetches.on_end(1, version=5, is_state=True)
     assert desk.pump() == [], "another version than was asked for"
     desk.fetches.on_end(1, version=0, is_state=True)
-    assert desk.pump() == [FetchState("b", FETCHES_MAX, 0, b"")], "of b nothing is on its way any more"
+    assert desk.pump() == [FetchState("c", FETCHES_MAX, 0, b"")], "Theta_0: the leader has it"
 
 
-def test_a_state_comes_from_several_regions_and_the_leader_is_the_first() -> None:
+def test_the_state_of_a_snapshot_comes_from_several_regions_and_the_leader_is_the_first() -> None:
     desk = Desk()
     for fragment in range(FETCHES_MAX):
         desk.fetches.request(fragment, 3, None)
