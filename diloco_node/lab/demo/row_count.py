@@ -47,13 +47,13 @@ def count_rows(entries: Iterable[Entry], fragment_sizes: Sequence[int]) -> RowCo
             for item in TrainedRows.unpacked(rows).ranges if rows else ():
                 ranges.setdefault((body.fragment, item.shard), []).append((item.start, item.stop))
                 positions[item.shard] = max(positions.get(item.shard, 0), item.stop)
-    twice, merged = 0, [0] * len(fragment_sizes)
+    twice, counts = 0, [0] * len(fragment_sizes)
     for (fragment, _), pairs in ranges.items():
         end = 0
         for start, stop in sorted(pairs):
             twice += max(0, min(end, stop) - start)
-            merged[fragment] += max(0, stop - max(start, end))
+            counts[fragment] += max(0, stop - max(start, end))
             end = max(end, stop)
     total = sum(fragment_sizes)
-    mean = sum(size * count for size, count in zip(fragment_sizes, merged, strict=True)) / total
+    mean = sum(size * count for size, count in zip(fragment_sizes, counts, strict=True)) / total
     return RowCount(sum(positions.values()), mean, twice)
