@@ -106,6 +106,28 @@ def test_every_file_that_is_mounted_is_there_and_the_link_of_each_region_can_be_
         assert sorted(attachment.peers) == [other for other in NAMES if other != name]
 
 
+def test_a_fifth_region_joins_by_a_file_beside_it(config: NodeConfig) -> None:
+    document = yaml.safe_load((ROOT / "docker" / "us-north.yml").read_text())
+    region, admission = document["services"]["us-north"], document["services"]["us-north-admission"]
+    assert region["entrypoint"] == ["diloco-node", "start", "--region", "us-north"]
+    words = dict(word.removeprefix("--").split("=", 1) for word in region["command"])
+    address = words["advertise"]
+    assert words["join"] in {line.address for line in config.regions.values()}
+    assert address == f"{region['networks']['wan']['ipv4_address']}:7400"
+    assert address not in {line.address for line in config.regions.values()}
+    assert words["set"] == f"regions.us-north.admin_host={region['networks']['admin']['ipv4_address']}"
+    assert region["ports"] == ["127.0.0.1:7415:7401"]
+    assert sorted(region["volumes"]) == ["certs-us-north:/certs/us-north:ro", "state-us-north:/state"], "and no key"
+    assert (region["cap_drop"], region["security_opt"]) == (["ALL"], WALLS)
+    assert region["depends_on"] == {"us-north-admission": {"condition": "service_completed_successfully"}}
+    made = {volume.split(":")[0] for volume in admission["volumes"] if not volume.startswith("./")}
+    assert made == {"authority", "certs-us-north", *(f"state-{name}" for name in NAMES)}
+    assert made <= {*DOCUMENT["volumes"], *document["volumes"]}
+    (script,) = admission["command"]
+    assert f"members add us-north $$folder --address {address}" in script
+    assert all(f" {name}" in script for name in NAMES)
+
+
 def test_settings_of_the_run_fit_a_container(config: NodeConfig) -> None:
     for name in NAMES:
         spec = node_spec(config, name, config.state_dir(name))

@@ -1,7 +1,8 @@
-"""Fetches of payloads and states that this region lacks: one fetch per fragment, few at once, peer after peer."""
+"""Fetches of payloads and states that this region lacks: one fetch per fragment, few at once, from several peers."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -155,7 +156,7 @@ class Fetches:
         """Start what may be started.
 
         Args:
-            leader: asked first; empty if there is none.
+            leader: asked first of those that send as little; empty if there is none.
             alive: regions that can be asked at all.
             witness: asked last, and for payloads alone; empty if there is none.
         """
@@ -184,7 +185,11 @@ class Fetches:
         )
 
     def _choose(self, current: _Fetch, leader: str, alive: Sequence[str], witness: str) -> str:
-        order = sorted(set(self._others) & set(alive), key=lambda name: (name != leader, name))
+        # A majority has the state of a snapshot: whoever sends least just now sends it. Theta_0 and payloads the leader
+        # has for sure.
+        is_snapshot = current.body is None and current.version > 0
+        loads = Counter(fetch.peer for fetch in self.pending.values() if is_snapshot)
+        order = sorted(set(self._others) & set(alive), key=lambda name: (loads[name], name != leader, name))
         order += [witness] * (witness != "" and current.body is not None)
         for name in order:
             if name not in current.failed and name not in current.gone:

@@ -66,6 +66,9 @@ def demo(
         Path | None,
         typer.Option("--baseline", metavar="FILE", help="With a storm or script: report.json of the same undisturbed."),
     ] = None,
+    step_time: Annotated[
+        str, typer.Option("--step-time", metavar="TIME", help="Of an inner step, at least [default: 100ms].")
+    ] = "",
     speeds: Annotated[
         str, typer.Option("--speeds", metavar="LIST", help="Relative speeds of the learners: 1,1,2,4.")
     ] = "",

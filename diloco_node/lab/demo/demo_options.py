@@ -8,6 +8,9 @@ from typing import Final
 
 SECONDS_DEFAULT: Final = 90.0
 
+CONTEXT: Final = 64
+"""Bytes in a sequence, which is a row of the data."""
+
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
@@ -30,6 +33,7 @@ class DemoOptions:
     victims: str = ""
     script: Path | None = None
     baseline: Path | None = None
+    step_time: str = ""
     speeds: str = ""
     batches: str = ""
     ranks: str = ""

@@ -15,6 +15,8 @@ from diloco_node.daemon.run_record import REPORT_NAME
 from diloco_node.errors import StorageError
 from diloco_node.lab.chaos.story import RunSample, TimedMerge, timed_merges
 from diloco_node.lab.demo.account_check import AccountReport, check_account
+from diloco_node.lab.demo.demo_options import CONTEXT
+from diloco_node.lab.demo.row_count import count_rows
 from diloco_node.planning.rates import format_rate
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import read_trained
@@ -157,12 +159,33 @@ def build_report(
             "faults": list(account.faults),
             "uncounted": [{"learner": learner, "incarnation": number} for learner, number in account.uncounted],
         },
+        "data": _data(entries, sizes, account, has_lost=bool(_replaced(summary, entries))) if summary is None else None,
         "equal_digests": len(digests) == 1 and None not in digests,
         "val_loss_global": max(global_losses) if global_losses else None,
         "wan": wan,
         "outage": outage,
         "budget": _budget(reports),
         "folder": str(folder.resolve()),
+    }
+
+
+def _data(entries: Sequence[Entry], sizes: Sequence[int], account: AccountReport, *, has_lost: bool) -> dict[str, Any]:
+    """Return the count of the rows, and what is wrong with it.
+
+    A region that lost its folder may train a row again that was on its way, and its discarded steps are not all known.
+    """
+    count, free = count_rows(entries, sizes), account.discarded + account.carried
+    faults = []
+    if count.twice and not has_lost:
+        faults.append(f"{count.twice} rows are merged twice")
+    if count.unmerged * CONTEXT > free + 1 and not has_lost:  # these sums are rounded to a token
+        faults.append(f"{count.unmerged:.0f} rows are in no merge, and only {free:,} tokens are discarded or carried")
+    return {
+        "rows": count.rows,
+        "merged": round(count.merged),
+        "unmerged": round(count.unmerged),
+        "twice": count.twice,
+        "faults": faults,
     }
 
 

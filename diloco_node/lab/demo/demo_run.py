@@ -20,10 +20,11 @@ from diloco_node.cli.page.page_report import PAGE_NAME, write_page
 from diloco_node.cli.places import targets_in
 from diloco_node.cli.tables import human_bytes, plain_table, region_cells
 from diloco_node.config.budget_settings import parse_ceiling
+from diloco_node.config.units import parse_duration
 from diloco_node.errors import INTERRUPTED_CODE, ConfigError, DilocoError
 from diloco_node.lab.chaos import story
 from diloco_node.lab.demo.course import CourseRecorder
-from diloco_node.lab.demo.demo_options import DemoOptions
+from diloco_node.lab.demo.demo_options import CONTEXT, DemoOptions
 from diloco_node.lab.demo.demo_report import budget_lines, build_report, read_merges
 from diloco_node.lab.demo.demo_wan import DemoOutage, DemoWan, wan_lines
 from diloco_node.lab.demo.keeping import RegionKeeper
@@ -51,8 +52,7 @@ SYNC_EVERY: Final = 16
 """Inner steps between two rounds of a fragment."""
 
 BATCH: Final = 8
-CONTEXT: Final = 64
-"""Sequences in an inner step, where `--batches` says nothing else, and bytes in each."""
+"""Sequences in an inner step, where `--batches` says nothing else."""
 
 EVALUATION: Final = "eval_windows = 256\n"
 """Two runs of the demo are compared to a percent. On 64 windows of as little context they differ by another percent
@@ -64,7 +64,7 @@ OUTAGE_EVALUATION: Final = f"eval_every = {SYNC_EVERY}\neval_windows = 32\n"
 STEP_SECONDS: Final = 0.1
 """Inner steps are paced: the learning-rate schedule can be laid out for the time asked for, and regions share a machine
 as if each had its own. A step with its share of a round takes 18 ms of CPU time, so four regions need 0.75 cores of
-two, and one that starts again slows nobody."""
+two, and one that starts again slows nobody. `--step-time` leaves room for more regions."""
 
 START_S: Final = 240.0
 """From the first process to the first inner step of every region; the first run on a machine compiles the kernels."""
@@ -136,8 +136,9 @@ class Demo:
         self.names = sorted(names)
         self.mix = parse_mix(options.speeds, options.batches, self.names, ranks=options.ranks, shards=options.shards)
         self.outage: DemoOutage | None = None
-        self.settings = comparable(options, self.names, step_seconds=STEP_SECONDS)
-        per_second = self.mix.tokens_per_second(STEP_SECONDS, len(self.names), batch=BATCH, context=CONTEXT)
+        self.step_s = parse_option("--step-time", options.step_time, _step_seconds)
+        self.settings = comparable(options, self.names, step_seconds=self.step_s)
+        per_second = self.mix.tokens_per_second(self.step_s, len(self.names), batch=BATCH, context=CONTEXT)
         if 0 < options.tokens < TOKENS_MIN_S * per_second:
             raise ConfigError(
                 f"--tokens {options.tokens:,} is less than {TOKENS_MIN_S:.0f} s of training: give at least "
@@ -197,7 +198,8 @@ class Demo:
         else:
             print_report(report)
         is_done = self.storm is None or not self.storm.refusals
-        return 0 if report["equal_digests"] and report["tokens"]["balanced"] and is_done else 1
+        is_whole = report["tokens"]["balanced"] and not (report["data"] or {}).get("faults")
+        return 0 if report["equal_digests"] and is_whole and is_done else 1
 
     @property
     def members_now(self) -> list[str]:
@@ -236,8 +238,8 @@ class Demo:
             # 0: as long as the run, which ends by itself.
             schedule_steps=0
             if self.options.tokens
-            else max(50, int(self.options.seconds / self.mix.median_step_seconds(STEP_SECONDS))),
-            step_ms=int(STEP_SECONDS * 1000),
+            else max(50, int(self.options.seconds / self.mix.median_step_seconds(self.step_s))),
+            step_ms=round(self.step_s * 1000),
             evaluation=OUTAGE_EVALUATION if self.options.has_outage else EVALUATION,
             sync_every=SYNC_EVERY,
             data=json.dumps([str(Path(path).resolve()) for path in self.options.data]),
@@ -248,7 +250,7 @@ class Demo:
             host, namespace = (place.address, place.namespace) if place is not None else ("127.0.0.1", "")
             port, admin_port = WAN_PORTS if place is not None else ports[2 * index : 2 * index + 2]
             text += f'\n[regions.{name}]\naddress = "{host}:{port}"\nadmin_port = {admin_port}\n'
-            settings = self.mix.settings(STEP_SECONDS, index)
+            settings = self.mix.settings(self.step_s, index)
             self.regions.append(RegionProcess(name, admin_port, self.folder / name, namespace, PROGRAM, env, settings))
         if self.options.budget:
             text += f'\n[budget]\negress = "{self.options.budget}"\ningress = "{self.options.budget}"\n'
@@ -387,6 +389,14 @@ class Demo:
         return "\n".join(f"--- {region.name}\n{region.last_lines(4)}" for region in self.regions)
 
 
+def _step_seconds(text: str) -> float:
+    """Seconds of a step; "" for the usual ones. Raises ValueError: no duration, or too short or long a one."""
+    seconds = parse_duration(text).ns / NS_PER_S if text else STEP_SECONDS
+    if not STEP_SECONDS / 10 <= seconds <= 100 * STEP_SECONDS:
+        raise ValueError("use 10 ms to 10 s")
+    return seconds
+
+
 def _check(task: asyncio.Task[None]) -> None:
     """Raise what it has raised."""
     if task.done() and not task.cancelled() and (error := task.exception()) is not None:
@@ -436,6 +446,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
             f"{learner['incarnation']}: what that trained since its last merge is in none of these"
             for learner in tokens["uncounted"]
         ),
+        f"data               {_data_text(report['data'])}",
         f"learners blocked   {report['learner_blocked_seconds']:.2f} s in all, over all regions",
         *(wan_lines(report) if report["wan"] is not None else ()),
         *budget_lines(report),
@@ -443,6 +454,15 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         f"folder             {report['folder']}",
         f"page               {report['page']}",
     ]
+
+
+def _data_text(data: dict[str, Any] | None) -> str:
+    if data is None:
+        return "not counted: the ledger is summed up"
+    faults = f"; FAULTS: {'; '.join(data['faults'])}" if data["faults"] else ""
+    return (
+        f"{data['rows']:,} rows, {data['unmerged']:,} of them in discarded steps, {data['twice']} merged twice{faults}"
+    )
 
 
 def _loss(value: float | None) -> str:

@@ -40,10 +40,10 @@ PICTURE_NAME: Final = "chaos.svg"
 
 
 UNCOMPARED: Final = frozenset(
-    {"regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "victims", "script", "baseline"}
+    {"regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "victims", "script", "baseline", "step_time"}
 )
 """Options that a demo and its baseline need not share: how many regions (their names are compared), where each is kept,
-how it is shown, and what strikes it. An option that is not here is compared."""
+how it is shown, and what strikes it; `step_seconds` stands for the step time. All other options are compared."""
 
 
 def comparable(options: DemoOptions, names: Sequence[str], *, step_seconds: float) -> dict[str, Any]:
@@ -69,17 +69,20 @@ def read_baseline(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         settings: those of the demo that is to be compared with it.
 
+    Orders of a script are no storm.
+
     Raises ConfigError: it is no report, that of a storm, or that of a demo with other settings.
     """
     try:
         report = json.loads(file.read_text())
-        training, is_storm = dict(report["training"]), report["chaos"] is not None
+        training, chaos = dict(report["training"]), report["chaos"]
+        is_storm = chaos is not None and bool(chaos["struck"])
         baseline_settings = dict(training["settings"])
         story.compare(training, training, ends_by_tokens=False)  # all that is compared is there
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"--baseline {file} is no report of a demo ({error}): name its report.json") from None
     if is_storm:
-        raise ConfigError(f"--baseline {file} is of a storm: name the report of the same demo undisturbed")
+        raise ConfigError(f"--baseline {file} is of a storm: name the report of the same demo without faults")
     for name, value in settings.items():
         if name not in baseline_settings or baseline_settings[name] != value:
             baseline_value = json.dumps(baseline_settings.get(name))

@@ -98,7 +98,19 @@ def test_few_fetches_are_in_flight_at_once() -> None:
     desk.fetches.on_end(1, version=5, is_state=True)
     assert desk.pump() == [], "another version than was asked for"
     desk.fetches.on_end(1, version=0, is_state=True)
-    assert desk.pump() == [FetchState("c", FETCHES_MAX, 0, b"")]
+    assert desk.pump() == [FetchState("c", FETCHES_MAX, 0, b"")], "Theta_0: the leader has it"
+
+
+def test_the_state_of_a_snapshot_comes_from_several_regions_and_the_leader_is_the_first() -> None:
+    desk = Desk()
+    for fragment in range(FETCHES_MAX):
+        desk.fetches.request(fragment, 3, None)
+    peers = [effect.peer for effect in desk.pump() if isinstance(effect, FetchState)]
+    assert peers == ["c", "b", "d", "c"]
+    desk.fetches.on_failure("b", 1, "link lost", now_ns=0)
+    (effect,) = desk.pump(alive=("c", "d"))
+    assert isinstance(effect, FetchState)
+    assert (effect.fragment, effect.peer) == (1, "d"), "a donor that dies costs its own fragments alone"
 
 
 def test_only_what_was_asked_for_ends_a_fetch() -> None:

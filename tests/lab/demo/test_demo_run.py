@@ -187,6 +187,7 @@ def test_each_fact_of_the_report_stays_on_its_line(capsys: pytest.CaptureFixture
         "rounds_in_flight_max": 2,
         "learner_blocked_seconds": 0.5,
         "tokens": {**tokens, "balanced": True, "faults": [], "uncounted": []},
+        "data": {"rows": 47_000, "merged": 46_567, "unmerged": 433, "twice": 0, "faults": []},
         "equal_digests": True,
         "val_loss_global": 1.5,
         **dict.fromkeys(("wan", "budget", "chaos")),
@@ -201,3 +202,16 @@ def test_each_fact_of_the_report_stays_on_its_line(capsys: pytest.CaptureFixture
     )
     assert lines[5].endswith("accounts for every one")
     assert lines[-2:] == ["folder             runs/[1]", f"page               {'p' * 200}"]
+
+
+def test_the_step_time_is_that_of_the_file_and_of_a_baseline(tmp_path: Path) -> None:
+    demo = Demo(DemoOptions(step_time="400ms"), tmp_path / "run")
+    demo.prepare()
+    assert 'step_time_min = "400ms"' in (tmp_path / "run" / "run.toml").read_text()
+    assert demo.settings["step_seconds"] == 0.4
+
+
+@pytest.mark.parametrize("text", ["0ms", "9ms", "11s", "400"])
+def test_a_step_time_that_can_not_be_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--step-time is '{text}'"):
+        Demo(DemoOptions(step_time=text), tmp_path / "run")

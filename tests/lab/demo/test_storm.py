@@ -159,8 +159,11 @@ def test_wrong_options_are_refused_before_anything_runs(changes: dict[str, Any],
         storm_of(replace(OPTIONS, **changes), tmp_path)
 
 
-UNCOMPARED = ("regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "victims", "script", "baseline")
-"""Their values may differ: the names of the regions are compared, and the others change no figure without a storm."""
+UNCOMPARED = (
+    *("regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "victims", "script", "baseline"),
+    "step_time",
+)
+"""Their values may differ: names of regions and seconds of a step are compared, and the others change no figure."""
 
 OTHER_VALUES: dict[str, Any] = {
     "seconds": 61, "tokens": 50_000, "data": ("/text",), "seed": 5, "wan": Path("/us-4.toml"), "wan_backend": "tun",
@@ -201,7 +204,17 @@ def test_a_baseline_of_the_same_demo_is_taken(tmp_path: Path) -> None:
 
 def test_a_storm_is_no_baseline(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is of a storm"):
-        read_baseline(baseline(tmp_path, chaos={"struck": {}}), SETTINGS)
+        read_baseline(baseline(tmp_path, chaos={"struck": {"kill": {"daemon": 1}}}), SETTINGS)
+
+
+def test_a_baseline_with_other_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"step_seconds is 0\.1 there and 0\.4 here"):
+        read_baseline(baseline(tmp_path), comparable(OPTIONS, NAMES, step_seconds=0.4))
+
+
+def test_a_script_that_strikes_nothing_is_a_baseline(tmp_path: Path) -> None:
+    """Regions come and go in both runs: the faults make the difference."""
+    assert read_baseline(baseline(tmp_path, chaos={"struck": {}}), SETTINGS)["seconds"] == 60
 
 
 def test_a_baseline_that_is_no_report_is_refused(tmp_path: Path) -> None:
