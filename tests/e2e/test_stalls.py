@@ -261,6 +261,7 @@ async def test_a_leader_whose_daemon_can_open_nothing_more_holds_up_nobody_else(
     await run.until_merged(leader, why="with descriptors")
 
 
+@pytest.mark.long  # to the others it is a region whose processes are killed, as above
 @pytest.mark.skipif(not can_limit_memory(), reason="no memory cgroup (v1) can be made here: NOT TESTED")
 async def test_a_region_without_memory_holds_up_nobody_else(run: Run) -> None:
     region = await run.until_leader()
