@@ -66,7 +66,7 @@ async def grown(cluster: Cluster) -> tuple[RegionProcess, Path]:
     place = str(config.regions[first].address)
     with pytest.raises(ConfigError, match=f"{place} is the address of {first}"):
         await members(cluster, leader, "add", JOINER, "--address", place)
-    with pytest.raises(ConfigError, match=f"give the order to {leader}"):
+    with pytest.raises(ConfigError, match="give the order to "):
         await members(cluster, first, "add", JOINER, "--address", "127.0.0.1:1")
 
     joiner, _, written = await joined(cluster, leader, place)
