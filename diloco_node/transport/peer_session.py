@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import structlog
 
+from diloco_node.backoff import Backoff
 from diloco_node.errors import LinkLost, PeerError, RateExceeded
 from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.certificates import Certificate
@@ -325,7 +326,8 @@ class Session:
     async def _open_more(self, more: More) -> None:
         """Open bulk connections while the link is worth more than there are."""
         times = self._env.times
-        wait_s, again_s, last_reason = times.ping_s, times.backoff_max_s, ""
+        backoff = Backoff(times.backoff_max_s, MORE_AGAIN_S_MAX)
+        wait_s, last_reason = times.ping_s, ""
         while True:
             await asyncio.sleep(wait_s)  # first of all: the peer may not have this session yet
             wait_s = times.ping_s
@@ -338,14 +340,15 @@ class Session:
                 except LinkLost:
                     await stream.aclose()
                     raise
-                wait_s, again_s = 0.0, times.backoff_max_s
+                wait_s = 0.0
+                backoff.reset()
             except PeerError as error:
                 raise_if_cancelled()
                 if not isinstance(error, LinkLost):
                     self._env.reject(self._peer, error)
                 if str(error) != last_reason:
                     _log.warning("no further bulk connection", peer=self._peer, reason=str(error))
-                last_reason, wait_s, again_s = str(error), again_s, min(2 * again_s, MORE_AGAIN_S_MAX)
+                last_reason, wait_s = str(error), backoff.next_s()
 
     async def _watch(self) -> None:
         """Send pings; notice when the peer does not, or does not go on with what it began."""

@@ -1,5 +1,6 @@
 """The pure parts of benchmarks/gray.py and mutant.py: what samples add up to, and which wrong messages there are."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from diloco_node.lab.demo.region_processes import RegionProcess
 from diloco_node.wire.envelope import decode_control, encode_control
 from diloco_node.wire.message_tables import BULK_HEADERS, MESSAGES
 from tests.kit.node_kit import MANIFEST
-from tests.wire.test_field_bounds import rows as field_rows
+from tests.wire.test_field_bounds import dataclasses_in
 
 
 def test_a_rate_counts_the_rounds_between_the_samples_of_a_window() -> None:
@@ -113,7 +114,8 @@ def test_every_row_of_the_table_of_bounds_has_wrong_values(tmp_path: Path) -> No
     made._status = {"applied_index": 5, "versions": [3] * fragments, "learner": learner}
     sent = [one for base in made.bases() for one in mutations.mutations(base)]
     sent += [one for base in made.headers() for one in mutations.mutations(base, is_header=True)]
-    table = {(cls, name) for cls, name, _ in field_rows([*MESSAGES.values(), *BULK_HEADERS.values()])}
+    classes = dataclasses_in([*MESSAGES.values(), *BULK_HEADERS.values()])
+    table = {(cls.__name__, field.name) for cls in classes for field in dataclasses.fields(cls)}
     assert table <= mutations.rows_of(sent)
     refused = {one.row for one in sent if not one.has_shape}
     assert table <= refused, "of each row there is a value that wire refuses"

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import re
 import socket
 import sys
 from pathlib import Path
@@ -281,7 +282,23 @@ def test_a_model_that_is_not_there_is_refused_at_once(tmp_path: Path, monkeypatc
     start_cmd.check_model(resolve())
 
 
+def test_what_the_recipe_refuses_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], specs: list[SupervisorSpec]
+) -> None:
+    """The recipe's last line, in whatever words. Its own are in tests/integrations/test_hf_recipe.py."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "sour_recipe.py").write_text("import sys; sys.exit('a warning\\nlearner: model.hf_args: too sour')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(start_cmd, "RECIPE_MODULE", "sour_recipe")
+    monkeypatch.setattr(start_cmd, "RECIPE_LIBRARIES", ())
+    assert main(["start", "--region", "eu", "--set", "model.hf=model"]) == 2
+    assert re.fullmatch(r"diloco-node: model\.hf_args: too sour \(E-CONFIG; .*\)\n", capsys.readouterr().err)
+    assert specs == []
+
+
 @pytest.mark.e2e  # two processes that import transformers
+@pytest.mark.long  # of the gate are the test above, and tests/integrations/test_hf_recipe.py
 def test_an_unknown_argument_of_the_model_is_named_before_anything_is_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], specs: list[SupervisorSpec]
 ) -> None:

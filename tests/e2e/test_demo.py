@@ -28,7 +28,7 @@ from tests.kit.commands import COMMAND, NO_FORK_SERVER
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
-SECONDS = 40
+SECONDS = 25
 REGIONS = 4
 
 

@@ -66,6 +66,7 @@ async def test_a_new_run_begins_at_an_earlier_version_of_an_archive_that_still_t
             assert np.array_equal(np.sort(np.concatenate([momentum for _, momentum in states])), expected)
 
 
+@pytest.mark.long  # of the gate are tests/daemon/learner/test_other_models.py and tests/transport/test_transport.py
 async def test_regions_whose_models_differ_end_their_learners_with_the_tensors(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

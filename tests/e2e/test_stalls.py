@@ -207,8 +207,7 @@ async def test_a_leader_whose_folder_is_lost_comes_back(run: Run) -> None:
 
 async def test_a_stopped_process_holds_up_nobody_else(run: Run) -> None:
     leader = await run.until_leader()
-    follower, other = run.others(leader)
-    for region, process in ((follower, "learner"), (other, "daemon"), (leader, "daemon")):
+    for region, process in ((run.others(leader)[0], "learner"), (leader, "daemon")):
         pids = (await run.until_trains())[region]["pids"]
         # No supervisor has a part in rounds.
         with stopped(pids[process]), stopped(pids["supervisor"]):
@@ -239,6 +238,7 @@ def is_fork_server(pid: int) -> bool:
     return FORK_SERVER.name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+@pytest.mark.long  # of the gate are tests/lab/sim/test_slow_disks.py and tests/storage
 async def test_a_disk_that_takes_ten_seconds_for_a_sync_holds_up_nobody_else(run: Run) -> None:
     leader = await run.until_leader()
     for region in (leader, run.others(leader)[0]):
@@ -261,6 +261,7 @@ async def test_a_leader_whose_daemon_can_open_nothing_more_holds_up_nobody_else(
     await run.until_merged(leader, why="with descriptors")
 
 
+@pytest.mark.long  # to the others it is a region whose processes are killed, as above
 @pytest.mark.skipif(not can_limit_memory(), reason="no memory cgroup (v1) can be made here: NOT TESTED")
 async def test_a_region_without_memory_holds_up_nobody_else(run: Run) -> None:
     region = await run.until_leader()

@@ -47,6 +47,9 @@ RETURNS = [
 ]
 """Each is once what a region comes back with, and once what it was before."""
 
+SOME_RETURNS = [(2, "fsdp"), (4, "fsdp-tp"), (1, "whole"), (2, "pipeline"), (4, "experts"), (2, "fsdp-masters")]
+"""One layout of each kind. Devices in software have more (tests/learner/layouts/test_device.py)."""
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -78,13 +81,16 @@ def test_every_layout_comes_to_the_bits_of_one_rank(ranks: int, whole: dict[str,
     assert len({one["small"] for one in whole["whole"]["seen"]}) == 3
 
 
-def test_a_region_goes_on_with_its_moments_restarted_as_it_was_or_with_other_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("returns", [SOME_RETURNS, pytest.param(RETURNS, marks=pytest.mark.long)], ids=["some", "all"])
+def test_a_region_goes_on_with_its_moments_restarted_as_it_was_or_with_other_ranks(
+    returns: list[tuple[int, str]], tmp_path: Path
+) -> None:
     kept: dict[str, str] = {}
     places: list[dict[str, Any]] = []
     theta, versions, global_step = None, None, 0
     with MemoryStore(tmp_path / "memory.sock"), ExitStack() as stack:
-        regions = {count: stack.enter_context(Ranks(count)) for count in sorted({count for count, _ in RETURNS})}
-        for at, (count, layout) in enumerate(RETURNS):
+        regions = {count: stack.enter_context(Ranks(count)) for count in sorted({count for count, _ in returns})}
+        for at, (count, layout) in enumerate(returns):
             ranks = regions[count]
             for life in ("comes", "restarts"):
                 with FakeDaemon(tmp_path, theta=theta, versions=versions) as daemon:

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_node.errors import StorageError
 from diloco_node.storage.store import RegionStore
-from tests.storage.test_store import FRAGMENTS, chain, digest_of, load
+from tests.kit.store_kit import FRAGMENTS, chain, digest_of, load
 
 DISK_BYTES = 2**20
 BODY = bytes(8192)

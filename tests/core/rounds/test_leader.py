@@ -1,174 +1,39 @@
 """The leader of rounds: opens with everybody, decides once, tries again, books, ends. The other regions by hand."""
 
-import itertools
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from diloco_node.core.data_shards import region_shards
-from diloco_node.core.events import Note, Send
-from diloco_node.core.merge.freivalds import draw_windows
 from diloco_node.core.messages import (
-    AuditDrawn,
     BallotOpened,
     Contributed,
     Declined,
-    LeftOut,
-    MergeDecided,
-    MergedReceived,
-    Message,
     PayloadDurable,
     ReductionReported,
     ReusedStripe,
     StripesReceived,
 )
-from diloco_node.core.projections import NO_PROJECTION, Projection
-from diloco_node.core.rounds.agenda import GIVE_UP_BALLOTS, REASON_CHARACTERS_MAX
+from diloco_node.core.rounds.agenda import GIVE_UP_BALLOTS
 from diloco_node.core.rounds.audit_draw import drawer_of, nonce_of
-from diloco_node.core.rounds.ballot import PROBE_HEARTBEATS
-from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.rounds.leader import RoundLeader
-from diloco_node.core.rounds.open_round import OpenRound, payload_digest
-from diloco_node.core.rounds.progress import RunProgress
-from diloco_node.core.rounds.suspicion import PAUSE_BALLOTS
 from diloco_node.core.types import (
     Ballot,
-    Contribution,
     DiscardedBody,
-    EntryBody,
     FinishedBody,
-    LearnerStatus,
-    MergeRule,
     RateLimits,
     RoundBody,
-    RunSettings,
 )
+from tests.kit.leader_kit import DUE, Office, ballots, decisions, offered
 from tests.kit.rounds_kit import (
-    GENESIS,
-    MANIFEST,
     MS,
     REGIONS,
     SECOND,
     SETTINGS,
-    Ledger,
-    Neighbourhood,
-    context_of,
     contribution,
     pieces,
     position,
     status,
 )
-
-DUE = status(4)
-"""Fragment 0 of two is due after 4 of 7 steps, fragment 1 is not."""
-
-
-class Office:
-    """Region a leads; b and c answer as the test says."""
-
-    def __init__(self, settings: RunSettings = SETTINGS, regions: tuple[str, ...] = REGIONS) -> None:
-        self.world = Neighbourhood("a", regions)
-        self.history = RoundHistory(2)
-        self.ledger = Ledger()
-        self.now_ns = SECOND
-        liveness, effects = self.world.liveness, self.world.effects
-        context = context_of(self.history, liveness=liveness, regions=regions, settings=settings, effects=effects)
-        # What the merged stripes of a ballot decode to here; a test may say so.
-        self.merged: dict[int, tuple[bytes, tuple[float, ...]]] = {}
-        self.own_projection = NO_PROJECTION
-        # Whether the drawer of a merged ballot answers at once.
-        self.is_drawn = True
-        self.leader = RoundLeader(context, RunProgress(context), self)
-        self.notes: list[Note] = []
-        self.commit(replace(GENESIS, regions=regions))
-        self.leader.begin(3, {}, now_ns=self.now_ns)
-
-    def merged_stripes(self, _fragment: int, _number: Ballot) -> dict[int, tuple[bytes, tuple[float, ...]]]:
-        return self.merged
-
-    def projection(self, _fragment: int, _number: Ballot) -> Projection:
-        return self.own_projection
-
-    def commit(self, body: EntryBody) -> None:
-        entry = self.ledger.add(body)
-        self.history.apply(entry, now_ns=self.now_ns)
-        self.leader.on_commit(entry, now_ns=self.now_ns)
-
-    def report(self, learner: LearnerStatus, names: Iterable[str] = REGIONS) -> None:
-        """These regions' learners say this, now."""
-        for name in names:
-            if name == "a":
-                self.world.liveness.own_learner(learner, now_ns=self.now_ns)
-            else:
-                self.world.hear(name, learner, now_ns=self.now_ns)
-            self.leader.on_status(name, now_ns=self.now_ns)
-
-    def go(self, ns: int = 0) -> list[tuple[str, Message]]:
-        """Let time pass and the leader act; what it says, to itself too."""
-        self.now_ns += ns
-        for round_ in self.leader.rounds.values():
-            if round_.is_merged and self.is_drawn:
-                self.answer(*self.draw(round_))
-        self.leader.advance(now_ns=self.now_ns)
-        sent: list[tuple[str, Message]] = []
-        for effect in self.world.effects.take():
-            if isinstance(effect, Send):
-                sent.append((effect.peer, effect.message))
-            elif isinstance(effect, Note):
-                self.notes.append(effect)
-        while self.world.effects.local:
-            sent.append(("a", self.world.effects.local.popleft()))
-        return sorted(sent, key=lambda item: (item[0], type(item[1]).__name__))
-
-    @staticmethod
-    def draw(round_: OpenRound) -> tuple[str, AuditDrawn]:
-        """The drawer's nonce, by which nothing is audited."""
-        own = nonce_of(b"a", round_.ballot)
-        nonces = (bytes([value]) * 32 for value in range(256))
-        nonce = next(value for value in nonces if not draw_windows((own, value), round_.stripes, (1 << 20,)))
-        return drawer_of(round_.announcement, "a"), AuditDrawn(round_.ballot, round_.digest, (nonce,))
-
-    def answer(self, peer: str, message: Message) -> None:
-        self.leader.on_answer(peer, message, now_ns=self.now_ns)  # type: ignore[arg-type]
-
-    def open(self) -> BallotOpened:
-        self.report(DUE)
-        return ballots(self.go())[0]
-
-    def contribute(self, announcement: BallotOpened, names: Iterable[str] = REGIONS) -> None:
-        for name in names:
-            self.answer(name, Contributed(announcement.ballot, offered(name)))
-
-    def hold(self, announcement: BallotOpened, names: Iterable[str] = REGIONS) -> None:
-        for stripe in announcement.stripes:
-            for name in names:
-                self.answer(stripe.reducer, StripesReceived(announcement.ballot, name, 1, 1))
-
-    def merge(self, announcement: BallotOpened, names: Iterable[str] = REGIONS, norm: float = 4.0 / 3) -> bytes:
-        """All reducers report; returns the payload's digest."""
-        width = pieces(0)
-        for index, stripe in enumerate(announcement.stripes):
-            rows = tuple((norm,) * width for _ in names)
-            self.answer(
-                stripe.reducer, ReductionReported(announcement.ballot, index, (1.0,) * width, rows, bytes([index]) * 32)
-            )
-        return payload_digest([bytes([index]) * 32 for index in range(len(announcement.stripes))])
-
-    def kinds(self) -> list[str]:
-        return [note.kind for note in self.notes]
-
-
-def offered(name: str) -> Contribution:
-    return contribution(name, steps=(0, 4))
-
-
-def ballots(sent: list[tuple[str, Message]]) -> list[BallotOpened]:
-    return [message for _, message in sent if isinstance(message, BallotOpened)]
-
-
-def decisions(sent: list[tuple[str, Message]]) -> list[MergeDecided]:
-    return [message for _, message in sent if isinstance(message, MergeDecided)]
 
 
 def test_round_is_opened_with_everybody_when_all_are_due() -> None:
@@ -415,26 +280,6 @@ def test_what_is_missed_after_steps_were_given_up_counts_again() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        contribution("c", steps=(0, 4)),
-        contribution("b", 1, steps=(0, 4)),
-        contribution("b", steps=(1, 4)),
-        contribution("b", steps=(0, 4), base=1),
-        replace(contribution("b", steps=(0, 4)), squared_norms=(1.0,) * 9),
-        contribution("b", steps=(0, 4), norm=float("nan")),
-        contribution("b", steps=(0, 4), norm=1e300),
-    ],
-)
-def test_wrong_contribution_is_not_merged(wrong: Contribution) -> None:
-    office = Office()
-    announcement = office.open()
-    office.contribute(announcement, "ac")
-    office.answer("b", Contributed(announcement.ballot, wrong))
-    assert [offer.learner for offer in decisions(office.go())[0].contributions] == ["a", "c"]
-
-
 def test_region_that_is_no_member_can_not_contribute() -> None:
     office = Office()
     office.report(DUE, "ab")
@@ -513,202 +358,6 @@ def test_passed_deadline_goes_on_with_what_has_arrived() -> None:
     effects += office.go()
     assert [contribution.learner for contribution in decisions(effects)[0].contributions] == ["a", "c"]
     assert "deadline passed while it waits for merged stripes of a, b, c" in office.notes[-1].text
-
-
-def test_lie_in_a_header_raises_an_alarm_and_the_round_goes_on_without_it() -> None:
-    office = Office()
-    announcement = office.open()
-    office.contribute(announcement)
-    office.go()
-    width = pieces(0)
-    for index, stripe in enumerate(announcement.stripes):
-        rows = tuple(((2.0 if name == "b" else 4.0 / 3),) * width for name in REGIONS)
-        office.answer(stripe.reducer, ReductionReported(announcement.ballot, index, (1.0,) * width, rows, b"d" * 32))
-    trial = ballots(office.go())[0]
-    assert trial.members == REGIONS, "nobody is put out by the word of others"
-    assert [stripe.reducer for stripe in trial.stripes] == ["a"] * len(announcement.stripes)
-    for index in range(len(trial.stripes)):
-        rows = tuple(((2.0 if name == "b" else 4.0 / 3),) * width for name in REGIONS)
-        office.answer("a", ReductionReported(trial.ballot, index, (1.0,) * width, rows, b"d" * 32))
-    effects = office.go()
-    assert ballots(effects)[0].members == ("a", "c")
-    alarms = [note for note in office.notes if note.is_alarm]
-    assert len(alarms) == 1
-    assert "b as member: its stripes do not add up" in alarms[0].text
-
-
-def norms_of(announcement: BallotOpened, index: int, *, lie: Iterable[str] = ()) -> ReductionReported:
-    """Return a reducer's report of three equal contributions; about some of them it lies."""
-    rows = tuple(((9.0 if name in lie else 4.0 / 3),) * pieces(0) for name in REGIONS)
-    return ReductionReported(announcement.ballot, index, (1.0,) * pieces(0), rows, bytes([index]) * 32)
-
-
-def test_a_reducer_that_lies_about_norms_loses_its_stripes_and_nobody_else_anything() -> None:
-    office = Office()
-    announcement = office.open()
-    office.contribute(announcement)
-    office.go()
-    for index, stripe in enumerate(announcement.stripes):
-        office.answer(stripe.reducer, norms_of(announcement, index, lie="ab" if stripe.reducer == "c" else ""))
-    trial = ballots(office.go())[0]
-    assert (trial.members, {stripe.reducer for stripe in trial.stripes}) == (REGIONS, {"a"})
-    for index in range(len(trial.stripes)):
-        office.answer("a", norms_of(trial, index))
-    office.go()
-    for name in "ab":
-        office.answer(name, PayloadDurable(trial.ballot, office.leader.rounds[0].digest))
-    office.go()
-    (body,) = office.leader.proposals
-    assert isinstance(body, RoundBody)
-    assert [member.contribution.learner for member in body.members] == ["a", "b", "c"]
-    assert [(line.region, line.part) for line in office.leader.left_out] == [("c", "reducer")]
-    assert next(note.text for note in office.notes if note.is_alarm).startswith("c as reducer: the norms")
-
-
-def test_a_reducer_that_tells_a_wrong_digest_costs_one_question() -> None:
-    office = Office()
-    announcement = office.open()
-    office.contribute(announcement)
-    office.go()
-    office.merge(announcement)
-    sent_around = [bytes([index]) * 32 for index in range(len(announcement.stripes))]
-    at = next(index for index, stripe in enumerate(announcement.stripes) if stripe.reducer == "c")
-    sent_around[at] = b"y" * 32
-    for name in REGIONS:
-        office.answer(name, PayloadDurable(announcement.ballot, payload_digest(sent_around)))
-    office.leader.tick()
-    assert {peer for peer, message in office.go() if message == announcement} == set(REGIONS), (
-        "all are asked what they have"
-    )
-    office.answer("a", MergedReceived(announcement.ballot, tuple(sent_around)))
-    assert ballots(office.go()) == [], "one region's word"
-    office.answer("b", MergedReceived(announcement.ballot, (b"too", b"short")))
-    assert ballots(office.go()) == []
-    office.answer("b", MergedReceived(announcement.ballot, tuple(sent_around)))
-    again = ballots(office.go())[0]
-    assert again.members == REGIONS
-    assert {stripe.reducer for stripe in again.stripes} == {"a", "b"}
-    assert [(line.region, line.part) for line in again.left_out] == [("c", "reducer")]
-
-
-def test_a_member_that_renames_its_contribution_is_left_out_at_once() -> None:
-    office = Office()
-    announcement = office.open()
-    office.contribute(announcement)
-    office.go()
-    office.answer("b", Contributed(announcement.ballot, replace(offered("b"), snapshot=2)))
-    again = ballots(office.go())[0]
-    assert again.members == ("a", "c")
-    assert [(line.region, line.part) for line in again.left_out] == [("b", "member")]
-
-
-def test_a_region_that_fails_is_tried_with_a_short_deadline_then_left_out_and_tried_again() -> None:
-    office = Office()
-    office.leader._clock.observe(0, SETTINGS.heartbeat_ns)  # as a ballot that committed before
-    short_ns = PROBE_HEARTBEATS * SETTINGS.heartbeat_ns
-    steps = itertools.count(4)
-
-    def report() -> None:
-        office.report(status(next(steps)))
-
-    def fail() -> int:
-        """A round in which b does not contribute in time, and then without it; returns how long it was waited for."""
-        report()
-        announcement = ballots(office.go())[0]
-        assert announcement.members == REGIONS
-        waited_ns = office.leader.rounds[0].deadline_ns - office.now_ns
-        office.contribute(announcement, set(announcement.members) - {"b"})
-        office.hold(announcement, "ac")
-        while office.now_ns < office.leader.rounds[0].deadline_ns:
-            office.now_ns += 200 * MS
-            report()
-        again = next(later for later in ballots(office.go()) if later.ballot != announcement.ballot)
-        assert again.members == ("a", "c")
-        return waited_ns
-
-    assert fail() == SETTINGS.ballot_deadline_min_ns
-    assert office.leader.left_out == ()
-    office.leader.end()
-    office.leader.begin(3, {}, now_ns=office.now_ns, left_out=(LeftOut("b", "member", "late"),))
-    assert fail() == short_ns, "the word of the leader before is a first strike"
-    assert [(line.region, line.part) for line in office.leader.left_out] == [("b", "member")]
-    office.leader.rounds.clear()
-    report()
-    announcement = ballots(office.go(SECOND // 2))[0]
-    assert announcement.members == ("a", "c"), "the others do not wait for it"
-    office.leader.rounds.clear()
-    office.now_ns += PAUSE_BALLOTS * SETTINGS.ballot_deadline_min_ns
-    report()
-    announcement = ballots(office.go())[0]
-    assert announcement.members == REGIONS
-    round_ = office.leader.rounds[0]
-    assert round_.deadline_ns - office.now_ns == short_ns
-    assert "to try who is in doubt" in round_.deadline.derivation
-
-
-@pytest.mark.parametrize("tokens", [2**50, 2**62])
-def test_tokens_that_nobody_else_can_have_trained_are_not_merged(tokens: int) -> None:
-    office = Office()
-    announcement = office.open()
-    office.contribute(announcement, "ac")
-    office.answer("b", Contributed(announcement.ballot, replace(offered("b"), tokens=tokens)))
-    (decision, *_) = decisions(office.go())
-    assert [contribution.learner for contribution in decision.contributions] == ["a", "c"]
-    assert "tokens in 4 steps" in office.notes[-1].text
-
-
-def test_an_operators_reason_is_bounded() -> None:
-    office = Office()
-    office.report(status(1))
-    office.leader.request_finish("x" * 100_000)
-    office.go()
-    assert office.leader.is_ending
-    assert all(len(note.text) < 2 * REASON_CHARACTERS_MAX for note in office.notes)
-
-
-def test_a_contribution_far_longer_than_the_others_counts_in_part_and_is_an_alarm_once() -> None:
-    office = Office()
-    announcement = office.open()
-    width = pieces(0)
-    for name in REGIONS:
-        norms = ((900.0 if name == "b" else 4.0),) * width
-        office.answer(name, Contributed(announcement.ballot, replace(offered(name), squared_norms=norms)))
-    decision = decisions(office.go())[0]
-    # Norms 2, 30 and 2 in each piece; of the second 4 count. RDA's radius is 8/3, a mean adds 1/3 of each.
-    by_rule = {MergeRule.RDA: [8 / 9 / 2, 8 / 9 / 30, 8 / 9 / 2], MergeRule.AVG: [1 / 3, 2 / 45, 1 / 3]}
-    for piece, rule in enumerate(MANIFEST.fragments[0].rules):
-        assert [row[piece] for row in decision.coefficients] == pytest.approx(by_rule[rule])
-    office.hold(announcement)
-    office.now_ns = office.leader.wake_at_ns or 0
-    office.report(status(5))
-    again = ballots(office.go())
-    assert again[0].ballot > announcement.ballot, "the reducers did not answer"
-    notes = [note for note in office.notes if note.kind == "norms"]
-    assert [note.is_alarm for note in notes] == [True, False]
-    lengths = 30 * width**0.5, 2 * width**0.5
-    text = "contribution of b: length {:.3g} is 15 times the usual {:.3g}, 0.133 of it counts"
-    assert notes[0].text == text.format(*lengths)
-
-
-def test_norms_that_no_stripe_has_are_an_alarm_and_the_leader_leads_on() -> None:
-    """Each of them is finite, their sum is not."""
-    office = Office()
-    announcement = office.open()
-    office.contribute(announcement)
-    office.go()
-    width = pieces(0)
-    for index, stripe in enumerate(announcement.stripes):
-        rows = ((4.0 / 3,) * width,) * len(REGIONS)
-        office.answer(
-            stripe.reducer, ReductionReported(announcement.ballot, index, (1e308,) * width, rows, bytes([index]) * 32)
-        )
-    digest = payload_digest([bytes([index]) * 32 for index in range(len(announcement.stripes))])
-    for name in REGIONS:
-        office.answer(name, PayloadDurable(announcement.ballot, digest))
-    office.go()
-    assert not office.leader.proposals
-    assert "beyond all bounds" in next(note.text for note in office.notes if note.is_alarm)
-    assert ballots(office.go(60 * SECOND)), "its deadline passes"
 
 
 def test_nobody_left_abandons_the_round_and_it_is_opened_again_later() -> None:
