@@ -204,12 +204,11 @@ class LearnerSession:
         fragments, welcome = self._fragments, self.welcome
         if fragments is not None:
             fragments.finish_reading()
+        new = Attach(LINK_PROTOCOL, os.getpid(), self._specs, NEW_PROCESS, "", 0, 0, 0, (), (), self._listing)
         if fragments is None or welcome is None:
-            return Attach(LINK_PROTOCOL, os.getpid(), self._specs, NEW_PROCESS, "", 0, 0, 0, (), (), self._listing)
-        return Attach(
-            protocol=LINK_PROTOCOL,
-            pid=os.getpid(),
-            tensors=self._specs,
+            return new
+        return replace(
+            new,
             incarnation=welcome.incarnation,
             run_id=welcome.run_id,
             step=fragments.step,
@@ -217,7 +216,6 @@ class LearnerSession:
             step_time_ns=self.timer.average_ns,
             positions=tuple(fragments.positions),
             snapshots=fragments.unresolved(),
-            listing=self._listing,
             slots=tuple(fragments.slots),
         )
 

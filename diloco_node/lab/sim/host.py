@@ -105,13 +105,11 @@ class Host:
         self.learner: FakeLearner | None = None
         self.is_absent = name in setup.joiners
         self.disk_factor = 1
-        # The run's witness, and this daemon's way to it; None: it has none.
+        # The run's witness, and this daemon's way to it, if it has any.
         self.bucket: FakeBucket | None = None
         self.witness: FakeWitness | None = None
         # True only under a planted fault; the last two go to each life's data plane.
-        self.fsync_is_late = False
-        self.is_residual_loose = False
-        self.is_order_loose = False
+        self.fsync_is_late = self.is_residual_loose = self.is_order_loose = False
         # Of a cheat (`cheats`): what its reducer, learner and leader do.
         self.spoil_sum: Callable[[F32], F32] | None = None
         self.token_factor = 1
@@ -486,12 +484,7 @@ class Host:
             self.after(LOCAL_NS, on_done)
 
     def write_payload(
-        self,
-        fragment: int,
-        version: int,
-        digest: bytes,
-        payload: DiskPayload,
-        squared_norms: tuple[float, ...] = (),
+        self, fragment: int, version: int, digest: bytes, payload: DiskPayload, squared_norms: tuple[float, ...] = ()
     ) -> None:
         """Write a payload and tell the core when it is durable; of a fetched one, its norms too."""
         self.write_file(
