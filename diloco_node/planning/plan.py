@@ -336,8 +336,8 @@ def storage(workload: Workload) -> Storage:
     largest = max(fragment.values for fragment in workload.fragments)
     up, down = workload.largest(settings.codec_up), workload.largest(settings.codec_down)
     round_bytes = VALUE_BYTES * largest + up + -(-4 * largest // regions) + down
-    # After the older snapshot, or before it, until the next one.
-    versions = max(settings.payload_versions, settings.checkpoint_versions) + settings.checkpoint_versions - 1
+    # From the older snapshot, or before it, until the next one.
+    versions = max(settings.payload_versions, settings.checkpoint_versions) + settings.checkpoint_versions
     slots = len(workload.fragments) + SPARE_SLOTS
     return Storage(
         daemon=VALUE_BYTES * values,

@@ -338,7 +338,7 @@ class RegionStore:
     # ---- pruning ----
 
     def prune(self, fragment: int, keep_from_version: int) -> None:
-        """Remove states of versions before `keep_from_version`, and payloads up to it.
+        """Remove payloads and states of versions before `keep_from_version`.
 
         Files that recovery may need stay in any case: the last STATES_KEPT states, and every payload after the older
         of them. An archive keeps all payloads and the states at version 0.
@@ -356,7 +356,7 @@ class RegionStore:
             for path in surplus:
                 path.unlink(missing_ok=True)
             for version, path in payloads:
-                if version <= min(keep_from_version, oldest_kept):
+                if version < keep_from_version and version <= oldest_kept:
                     self._spares.give(path)
 
     # ---- reading and setting aside ----

@@ -119,7 +119,7 @@ def test_prune_keeps_what_recovery_may_need(folder: Path, store: RegionStore) ->
     assert store.state_versions(0) == (0, 8, 16)
     store.prune(0, 5)
     assert store.state_versions(0) == (8, 16)
-    assert payload_versions(store, 0) == list(range(6, 21))
+    assert payload_versions(store, 0) == list(range(5, 21))
     store.prune(0, 1000)
     # Theta at 16 may turn out to be damaged: then 8 and everything after it is needed.
     assert store.state_versions(0) == (8, 16)

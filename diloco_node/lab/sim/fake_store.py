@@ -295,7 +295,7 @@ class FakeStore:
             if version < keep_from_version:
                 self._disk.drop_state(fragment, version)
         for key in [key for key in self._disk.payloads if key[0] == fragment]:
-            if key[1] <= min(keep_from_version, oldest_kept):
+            if key[1] < keep_from_version and key[1] <= oldest_kept:
                 self._disk.drop_payload(key)
 
     def save_counters(self, incarnation: int, counters: tuple[int, int]) -> None:
