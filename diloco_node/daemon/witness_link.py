@@ -203,8 +203,10 @@ class WitnessLink:
                 f"{self.url} holds an older record than was read here before, which may have forgotten a vote: `"
                 f"members remove {self.name}`, then `members witness` with an empty place"
             )
-        if turn.record is not None and not place.record.swap(RECORD, encode_record(turn.record), tag):
-            return WitnessTurn(), current
+        if turn.record is not None:
+            if not place.record.swap(RECORD, encode_record(turn.record), tag):
+                return WitnessTurn(), current
+            self._seen.see(turn.record, now_ns=self._now_ns())
         return turn, turn.record or current
 
     def _opened(self) -> _OpenBucket:
