@@ -60,6 +60,11 @@ class StepBoundaries:
     is_stopping: Callable[[], bool]
     wish: EndWish = field(default_factory=EndWish)
 
+    @property
+    def may_have_orders(self) -> bool:
+        """Whether the next boundary may take a snapshot or apply a version; no lock is taken."""
+        return self.fragments.arriving or (self.session is not None and self.session.link.may_have_commands)
+
     def cross(self, tokens: int, *, is_step: bool) -> Boundary:
         """Carry out what the ranks agree on, and return it. Without `is_step` no step was made: versions are taken.
 

@@ -145,8 +145,10 @@ class ModelWatch:
         for handle in self._handles:
             handle.remove()
 
-    def check(self) -> None:
-        """Look at the model at a step boundary, before anything of it is sent.
+    def check(self, *, may_have_orders: bool = True) -> None:
+        """Look at the model at a step boundary, before anything of it is sent, or changed by a version.
+
+        Without orders samples are left to the next look: each takes as long as all the rest.
 
         Raises LearnerError: one was loaded, replaced or resized since `attach`, or an optimizer trains a copy of it.
         """
@@ -154,7 +156,7 @@ class ModelWatch:
         self._check_still()
         self._check_moments()
         self._count_told()
-        self.check_writes()
+        self.check_writes(is_sampled=may_have_orders)
         self._hear_changes()
         if self._written:
             # The first step was made by no optimizer that calls hooks: a loop's own arithmetic, or a compiled step.
@@ -396,9 +398,9 @@ class ModelWatch:
             )
         return True
 
-    def _check_record(self, record: OptimizerRecord) -> None:
-        """Look for writes since the last step, also for those that no count tells."""
-        if not self._check_writes(record) and record.is_followed(self._told_steps):
+    def _check_record(self, record: OptimizerRecord, *, is_sampled: bool = True) -> None:
+        """Look for writes since the last step; with samples also for those that no count tells."""
+        if not self._check_writes(record) and is_sampled and record.is_followed(self._told_steps):
             change = record.change()
             if self._silent_pending is None:
                 self._silent_name = record.name_of_change() if change.is_cpu and change > 0 else record.name
@@ -442,11 +444,11 @@ class ModelWatch:
                 "been trained: load weights before attach()"
             )
 
-    def check_writes(self) -> None:
+    def check_writes(self, *, is_sampled: bool = True) -> None:
         """Raise LearnerError: weights were loaded since the last step of an optimizer."""
         for record in self._optimizers.values():
             if record is not None and not record.is_stepping:
-                self._check_record(record)
+                self._check_record(record, is_sampled=is_sampled)
 
     def foreign_write(self) -> str:
         """Say what was written to a tensor since the last step, if it is still there. Waits for the device."""

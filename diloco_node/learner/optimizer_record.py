@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diloco_node.learner.layouts.tensors import local_part
-from diloco_node.learner.tensor_forms import is_clamped, is_shrunk, sample_of, slices_of
+from diloco_node.learner.tensor_forms import SliceReader, is_clamped, is_shrunk, sample_of
 
 TOLD: Final = 0.05
 """Change that is told and ends nobody: the most that a constraint counts as, or a write to other tensors alone."""
@@ -51,8 +51,10 @@ class OptimizerRecord:
     states: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
     siblings: list[OptimizerRecord] = field(default_factory=list)
     largest: int = field(init=False)
+    _reader: SliceReader = field(init=False)
 
     def __post_init__(self) -> None:
+        self._reader = SliceReader(self.tensors.values())
         self.largest = max(enumerate(self.tensors.values()), key=lambda entry: entry[1].numel())[0]
 
     def count_writes(self) -> list[int]:
@@ -71,7 +73,7 @@ class OptimizerRecord:
         """
         assert self.sample is not None
         assert self.slices is not None
-        now, slices = sample_of(self._largest).to(self.sample.device), slices_of(self.tensors.values())
+        now, slices = sample_of(self._largest).to(self.sample.device), self._reader.read()
         is_whole = slices.shape == self.slices.shape
         if now.is_cpu and torch.equal(now, self.sample) and (not is_whole or torch.equal(slices, self.slices)):
             return now.new_zeros(())
@@ -87,7 +89,7 @@ class OptimizerRecord:
         if self.slices is not None:
             start = 0
             for name, tensor in self.tensors.items():
-                now = slices_of([tensor])
+                now = SliceReader([tensor]).read()
                 before = self.slices[start : start + len(now)]
                 start += len(now)
                 if before.device == now.device and not torch.equal(before, now.to(before.dtype)):
@@ -108,7 +110,7 @@ class OptimizerRecord:
         writes = self.count_writes()
         if is_step or writes != self.writes:
             self.writes, self.sample = writes, sample_of(self._largest)
-            self.slices = slices_of(self.tensors.values())
+            self.slices = self._reader.read()
 
 
 def _apart(now: Tensor, before: Tensor) -> Tensor:

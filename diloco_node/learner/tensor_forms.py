@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
 from typing import Any, Final
@@ -24,6 +24,7 @@ REMEDY: Final = (
 )
 
 _FORM: Final = attrgetter("dtype", "shape")
+_PLACE: Final = methodcaller("data_ptr")
 _VALUES: Final = methodcaller("values")
 
 
@@ -37,16 +38,21 @@ class TensorForms:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = tuple(tensors)
         self._forms = [*map(_FORM, self._tensors)]
+        self._is_same = _guard_of(self._tensors)
 
     def difference(self) -> tuple[int, str, str] | None:
         """Number of the first tensor that has another form now, and its form before and now; None: all are the same."""
-        forms = [*map(_FORM, self._tensors)]
-        if forms == self._forms:
+        if self._is_same(*self._tensors):
             return None
-        entries = enumerate(zip(self._forms, forms, strict=True))
-        number, pair = next((number, pair) for number, pair in entries if pair[0] != pair[1])
-        before, now = (f"{dtype} of shape {tuple(shape)}" for dtype, shape in pair)
-        return number, before, now
+        forms = [*map(_FORM, self._tensors)]
+        if forms != self._forms:
+            entries = enumerate(zip(self._forms, forms, strict=True))
+            number, pair = next((number, pair) for number, pair in entries if pair[0] != pair[1])
+            before, now = (f"{dtype} of shape {tuple(shape)}" for dtype, shape in pair)
+            return number, before, now
+        # The guard sees more: a tensor on another device, one that was frozen, or a loop that calls under autocast.
+        self._is_same = _guard_of(self._tensors)
+        return None
 
 
 class TensorPlaces:
@@ -63,6 +69,28 @@ class TensorPlaces:
         """Whether they hold the same now."""
         now = chain.from_iterable(map(_VALUES, self._filled))
         return [*map(len, self._holders)] == self._sizes and all(map(is_, now, self._values))
+
+
+def _guard_of(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
+    """Return a function that is True only if tensors have the forms that these have now.
+
+    It is the guard of torch's compiled code, one call for all: a third of the time. Where a torch has it no more, or in
+    another way, the function is always False.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
+        strides: list[Any] = [[None] * tensor.dim() for tensor in tensors]
+        guards: Any = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        check: Callable[..., bool] = guards.check
+        return check if check(*tensors) else _is_never_same
+    except Exception:  # noqa: BLE001 - it is no public part of torch
+        return _is_never_same
+
+
+def _is_never_same(*_: Tensor) -> bool:
+    return False
 
 
 def check_not_replaced(tensors: ModelTensors) -> None:
@@ -114,28 +142,37 @@ def sample_of(tensor: Tensor) -> Tensor:
     return values.as_strided(*place).to(torch.float32, copy=True)
 
 
-def slices_of(tensors: Iterable[Tensor]) -> Tensor:
-    """Return SLICE_VALUES neighbouring values from the middle of each tensor, one after another; a copy.
+class SliceReader:
+    """Reads SLICE_VALUES neighbouring values in the middle of each tensor, in one call while all stay where they are.
 
-    In one read for all. Left out are tensors on another device than the first, and those with gaps in their memory.
+    Left out are tensors on another device than the first, and those with gaps in their memory, or with none.
     """
-    slices: list[Tensor] = []
-    with torch.no_grad():
-        for tensor in tensors:
-            values: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-            count = values.numel()
-            if slices and values.device != slices[0].device:
-                continue
-            if not values.is_contiguous() and _extent(values) != count:
-                continue
-            start = max(0, count - SLICE_VALUES) // 2
-            place = values.storage_offset() + start
-            slices.append(values.as_strided((min(count, SLICE_VALUES),), (1,), place))
-        return torch.cat(slices) if slices else torch.zeros(0, device="cpu")
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = tuple(tensors)
+        self._sharded = {place for place, tensor in enumerate(self._tensors) if is_sharded(tensor)}
+        self._places: list[int] = []
+        self._slices: list[Tensor] = []
+
+    def read(self) -> Tensor:
+        """The slices, one after another; a copy."""
+        parts: Sequence[Any] = self._tensors
+        if self._sharded:  # `to_local` takes longer than all the rest
+            parts = [part._local_tensor if place in self._sharded else part for place, part in enumerate(parts)]
+        places = [*map(_PLACE, parts)]
+        if places != self._places:
+            self._places, self._slices = places, [*_slices(part.detach() for part in parts)]
+        return torch.cat(self._slices) if self._slices else torch.zeros(0, device="cpu")
 
 
-def _extent(values: Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
+def _slices(parts: Iterable[Tensor]) -> Iterator[Tensor]:
+    device = None
+    for part in parts:
+        count, extent = part.numel(), 1 + sum((n - 1) * step for n, step in zip(part.shape, part.stride(), strict=True))
+        device = device or part.device
+        if count and part.data_ptr() and part.device == device and (part.is_contiguous() or extent == count):
+            start = part.storage_offset() + max(0, count - SLICE_VALUES) // 2
+            yield part.as_strided((min(count, SLICE_VALUES),), (1,), start)
 
 
 def is_clamped(before: Tensor, now: Tensor) -> Tensor:
