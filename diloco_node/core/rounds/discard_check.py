@@ -104,9 +104,22 @@ class DiscardCheck:
             return contradiction
         is_known = name == self._region and body.incarnation in self._lives
         is_member = name == self._region or name in self._liveness.others
-        if is_known or not is_member or _covers(self._report(name, body), body):
+        if is_known or not is_member or _covers(self._report(name, body), body) or self._has_passed(body):
             return ""
         return f"{name} has not reported them here"
+
+    def _has_passed(self, body: DiscardedBody) -> bool:
+        """Whether the living learner says of itself that it goes on behind these steps.
+
+        Its region may not report them again: it has started anew, and does not know yet that the version which ended
+        them is committed. The account before the entry says that they are in no merge.
+        """
+        status = self._liveness.learner(body.learner)
+        if status is None or status.incarnation != body.incarnation:
+            return False
+        position = status.positions[body.fragment]
+        _, tokens = self._history.account.covered(body.learner, body.incarnation, body.fragment)
+        return position.included_step >= body.step_to and position.included_tokens - tokens >= body.tokens
 
     def fault(self, body: EntryBody, *, is_late: bool, now_ns: int) -> str:
         """Return the doubt if what the region tells is newer than the entry.

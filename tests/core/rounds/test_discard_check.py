@@ -297,3 +297,19 @@ def test_a_link_that_comes_up_is_no_answer_against_an_honest_leader() -> None:
     assert desk.fault(body) == ""
     desk.hear(STATUS, echo=desk.beat())
     assert "it has made 90 steps" in desk.fault(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (replace(lost(3, 0, 40), tokens=400), ""),
+        (replace(lost(3, 0, 40), tokens=401), NOT_HERE),
+        (lost(3, 0, 41), NOT_HERE),
+        (lost(2, 0, 40), NOT_HERE),
+    ],
+)
+def test_a_learner_that_goes_on_behind_the_steps_bears_them_out(body: DiscardedBody, words: str) -> None:
+    """Its daemon has started anew, and reports nothing before it knows the version that ended them."""
+    desk = Desk()
+    desk.hear(STATUS)
+    assert desk.doubt(body) == words
