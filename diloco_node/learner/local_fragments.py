@@ -104,9 +104,9 @@ class LearnerFragments:
         # Per fragment the part that this rank reads and applies, and copies that others own and it applies as well.
         self._owned = [self.shards.owned(fragment, rank) for fragment in manifest.fragments]
         self._followed = [self.shards.followed(fragment, rank) for fragment in manifest.fragments]
+        area = np.zeros(0, np.float32) if version_area is None else version_area
         # The version area, shape (slots, values of the largest fragment); empty on other ranks, and once closed. The
         # daemon writes a slot before it offers it, and not again before it is told that nothing here is in it.
-        area = np.zeros(0, np.float32) if version_area is None else version_area
         self._area = torch.from_numpy(area).view(-1, version_slots(manifest)[1])
         # The encoder's thread alone writes there.
         self._contributions = ContributionArea(manifest, settings.codec_up, contribution_area)
@@ -146,6 +146,7 @@ class LearnerFragments:
         self.revert = RevertCheck(tensors, len(manifest.fragments))
         self._next_snapshot = 1  # grows over all fragments
         self._answer = answer
+        # Counts are of rank 0's process; others have none to make durable.
         self._before_ready = before_ready if self._is_first else lambda: None
         # One thread: encoding and exchanges go in the order of the boundaries, the same on all ranks.
         self._worker = BackgroundWorker()

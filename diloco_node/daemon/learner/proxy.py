@@ -136,10 +136,11 @@ class LearnerProxy:
         self._requested: dict[int, ev.TakeSnapshot] = {}
         self._is_overwriting = settings.carry is CarryMode.OVERWRITE
 
-        # Memory of the supervisor, which outlives daemon and learner. Contribution f lies at `_offsets[f]`.
+        # Contribution f lies at `_offsets[f]`.
         self.blocks = [FragmentBlocks(fragment.piece_sizes, settings.codec_up) for fragment in manifest.fragments]
         self._offsets = list(accumulate((blocks.encoded_bytes for blocks in self.blocks), initial=0))
         slots = learner_link.version_slots(manifest)
+        # Memory of the supervisor, which outlives daemon and learner.
         self._version_area = memory(learner_link.VERSION_AREA, 4 * slots[0] * slots[1])
         self._contribution_area = memory(learner_link.CONTRIBUTION_AREA, self._offsets[-1])
         # The bytes of `_contribution_area`; the learner writes them, this process only reads.

@@ -338,13 +338,15 @@ class Checkers:
 
     def _check_up_to_date(self, host: Host, peer: str, term: int) -> None:
         """A voter elects nobody whose log ends before its own."""
-        candidate = self.hosts[peer].core
+        candidate, ends = self.hosts[peer].core, self._memories[peer].voted
         if peer in self.liars or candidate is None or view.ledger(candidate).term != term:
             return
+        if term not in ends and self.hosts[peer].disk.votes.get(term) != peer:
+            return  # it asked for the vote before it lost its folder
         # While the vote is written, entries may join the log that waited for their payload. They are acknowledged to
         # nobody before the new leader has them. With one of this very term somebody else was elected meanwhile.
         own_end = self._memories[host.name].voted.get(term, view.log_end(host.core))
-        candidate_end = view.log_end(candidate)
+        candidate_end = ends.get(term, view.log_end(candidate))
         if own_end > candidate_end and own_end[0] < term:
             self.violate(
                 f"vote: {host.name} at {own_end} votes for {peer}, whose log ends at {candidate_end} (term, index)"
