@@ -144,8 +144,7 @@ class LearnerFragments:
         # The own parameters from just before the run's last merges; None until those begin.
         self._own: list[Tensor] | None = None
         self.revert = RevertCheck(tensors, len(manifest.fragments))
-        self._next_snapshot = 1  # grows over all fragments
-        self._answer = answer
+        self._next_snapshot, self._answer = 1, answer  # the number grows over all fragments
         # Counts are of rank 0's process; others have none to make durable.
         self._before_ready = before_ready if self._is_first else lambda: None
         # One thread: encoding and exchanges go in the order of the boundaries, the same on all ranks.

@@ -156,23 +156,26 @@ class SliceReader:
 
     def read(self) -> Tensor:
         """The slices, one after another; a copy."""
-        parts: Sequence[Any] = self._tensors
+        shards: Sequence[Any] = self._tensors
         if self._sharded:  # `to_local` takes longer than all the rest
-            parts = [part._local_tensor if place in self._sharded else part for place, part in enumerate(parts)]
-        places = [*map(_PLACE, parts)]
+            shards = [shard._local_tensor if place in self._sharded else shard for place, shard in enumerate(shards)]
+        places = [*map(_PLACE, shards)]
         if places != self._places:
-            self._places, self._slices = places, [*_slices(part.detach() for part in parts)]
+            self._places, self._slices = places, [*_slices(shard.detach() for shard in shards)]
         return torch.cat(self._slices) if self._slices else torch.zeros(0, device="cpu")
 
 
-def _slices(parts: Iterable[Tensor]) -> Iterator[Tensor]:
+def _slices(shards: Iterable[Tensor]) -> Iterator[Tensor]:
     device = None
-    for part in parts:
-        count, extent = part.numel(), 1 + sum((n - 1) * step for n, step in zip(part.shape, part.stride(), strict=True))
-        device = device or part.device
-        if count and part.data_ptr() and part.device == device and (part.is_contiguous() or extent == count):
-            start = part.storage_offset() + max(0, count - SLICE_VALUES) // 2
-            yield part.as_strided((min(count, SLICE_VALUES),), (1,), start)
+    for shard in shards:
+        count, extent = (
+            shard.numel(),
+            1 + sum((n - 1) * step for n, step in zip(shard.shape, shard.stride(), strict=True)),
+        )
+        device = device or shard.device
+        if count and shard.data_ptr() and shard.device == device and (shard.is_contiguous() or extent == count):
+            start = shard.storage_offset() + max(0, count - SLICE_VALUES) // 2
+            yield shard.as_strided((min(count, SLICE_VALUES),), (1,), start)
 
 
 def is_clamped(before: Tensor, now: Tensor) -> Tensor:
