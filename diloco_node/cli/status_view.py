@@ -102,7 +102,8 @@ def member_lines(documents: Sequence[dict[str, Any]]) -> list[str]:
         for row in rows(section(document, "members"), "rows")
         if text(row, "region") == text(document, "region")
     }
-    tolerance = text(section(teller, "members"), "tolerance")
+    is_over = text(teller, "state") == "finished"
+    tolerance = "" if is_over else text(section(teller, "members"), "tolerance")
     lines = [f"members: {tolerance}"] if tolerance else []
     for row in rows(section(teller, "members"), "rows"):
         kind, name, has_vote = text(row, "kind"), text(row, "region"), row.get("has_folder") is not False

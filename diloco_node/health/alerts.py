@@ -368,7 +368,7 @@ def _machine(document: Document) -> Iterator[Finding]:
         if free < max(need, DISK_LOW_PART * size):
             line = f"{free / 1e9:.1f} GB of {size / 1e9:.1f} GB are free where the state folder is"
             yield _make(kinds.DISK_LOW, document, line)
-    if is_starved(document):
+    if is_starved(document) and text(document, "state") not in OVER:
         pace = section(document, "merge_pace")
         steps, due = number(pace, "steps") or 0.0, number(pace, "sync_every") or 0.0
         late = f"; each fragment is merged every {steps:.0f} steps, H is {due:.0f}"

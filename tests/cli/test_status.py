@@ -317,6 +317,8 @@ def test_a_member_that_waits_says_for_what_and_the_run_what_it_bears() -> None:
     dated = changed(members={"rows": [member("ap", "", **joiner, since_unix=0.5)]})
     assert re.fullmatch(r"ap: contributor since entry 40, 19(69|70)-\d\d-\d\d \d\d:\d\d:\d\d", member_lines([dated])[0])
     assert member_lines([changed(), {"region": "x", "error": "down"}]) == []
+    over = member_lines([seen | {"state": "finished"}])
+    assert not over[0].startswith("members: "), "nothing is merged any more"
 
 
 def test_the_run_has_its_name_its_end_and_the_time_that_is_left() -> None:
