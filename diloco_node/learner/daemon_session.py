@@ -201,6 +201,7 @@ class LearnerSession:
 
     def _make_attach(self) -> Attach:
         """In the link's thread, with its lock held."""
+        self._wants_initial_state = False  # a wish of the daemon before: the new one's parameters may lie there
         fragments, welcome = self._fragments, self.welcome
         if fragments is not None:
             fragments.finish_reading()

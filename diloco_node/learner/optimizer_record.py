@@ -73,7 +73,7 @@ class OptimizerRecord:
         """
         assert self.sample is not None
         assert self.slices is not None
-        now, slices = sample_of(self._largest).to(self.sample.device), self._reader.read()
+        now, slices = sample_of(self._largest).to(self.sample.device), self._reader.read().to(self.slices.device)
         is_whole = slices.shape == self.slices.shape
         if now.is_cpu and torch.equal(now, self.sample) and (not is_whole or torch.equal(slices, self.slices)):
             return now.new_zeros(())

@@ -236,9 +236,11 @@ class _Refusals:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         from obstore.exceptions import BaseError, NotFoundError
 
-        if not isinstance(error, BaseError):
+        # obstore's own for a key, and a bucket, that is not there; Python's, of a local file, have its name.
+        is_missing = isinstance(error, FileNotFoundError) and error.filename is None
+        if not is_missing and not isinstance(error, BaseError):
             return
-        if isinstance(error, NotFoundError) and "NoSuchBucket" not in str(error):
+        if (is_missing or isinstance(error, NotFoundError)) and "NoSuchBucket" not in str(error):
             raise DamagedFile(f"{self._subject}: it is not there") from error
         raise StoreRefused(f"{self._subject}: {_remedy(_words(error), self._scheme)} ({_line(error)})") from error
 

@@ -48,10 +48,6 @@ class SwappedObject(BucketObjects):
                 return bytes(answer.bytes()), _tag(meta["e_tag"], meta["version"])
         except DamagedFile:
             return None
-        except FileNotFoundError as error:  # obstore's for a key, and for a bucket, that is not there
-            if "NoSuchBucket" in str(error):
-                raise StoreRefused(f"can't read {self.place}/{key}: there is no such bucket: make it") from error
-            return None
 
     def swap(self, key: str, data: bytes, tag: UpdateVersion | None) -> bool:
         """Write an object if it is still the one with this tag (None: if there is none). Returns whether it was."""

@@ -61,6 +61,18 @@ def opened(url: str) -> SwappedObject:
     return SwappedObject(url, bucket_scheme(url))
 
 
+def test_what_is_not_there_is_an_error_of_ours_and_ends_no_daemon(url: str) -> None:
+    bucket = opened(url)
+    with pytest.raises(DamagedFile, match="is not there"):
+        bucket.read("payloads/none", 20)
+    bucket.remove("payloads/none")
+    nowhere = opened("s3://no-such-bucket/run")
+    with pytest.raises(StoreRefused, match="no such bucket"):
+        nowhere.read_tagged(RECORD, 20)
+    with pytest.raises(StoreRefused, match="no such bucket"):
+        nowhere.write("payloads/none", [b"1"])
+
+
 def test_of_writers_that_read_the_same_version_one_writes(url: str) -> None:
     bucket = opened(url)
     bucket.check(FOLDER)

@@ -310,6 +310,7 @@ def _zero_through_numpy(model: nn.Module) -> None:
     model[0].bias.detach().numpy()[:] = 0.0  # type: ignore[index, union-attr]
 
 
+@pytest.mark.no_device("which tensor it was, would have to be waited for")
 @pytest.mark.parametrize("moment", ["before the step", "before the boundary"])
 @pytest.mark.parametrize("change", [_shift_bias, _load_small_layer, _put_small_layer, _zero_through_numpy])
 def test_a_write_by_data_to_small_tensors_alone_is_told_by_name(

@@ -167,7 +167,8 @@ class VersionArea:
         self._own[fragment] = slot
         self._copying.remove(slot)
         if generation != self.generation:
-            return  # the snapshot it names is another learner's
+            self._offer_waiting()  # the snapshot it names is another learner's; that one's own offer waits for the slot
+            return
         del self._offered[fragment]
         if version == order.version:
             self._send_offer(order, slot)

@@ -83,8 +83,8 @@ def test_the_named_target_in_words() -> None:
     assert '3. rounds.codec_down = "int4"' in words
     assert "out of each region 253.6 MB 2.03 Gbit/s 2.42 Gbit/s 2.00 Gbit/s 101 %" in words
     assert "each of 12 links 84.5 MB 676 Mbit/s" in words
-    assert "daemon 40.0 GB 8.00 B" in words
-    assert "checkpoints 240.0 GB 48.00 B" in words
+    assert "daemon 20.0 GB 4.00 B" in words
+    assert "checkpoints 160.0 GB 32.00 B" in words
     assert "round trip 40 ms (assumed)" in words
     assert "step (assumed)" not in words
 
@@ -104,7 +104,7 @@ def test_the_named_target_as_json() -> None:
     assert flows[0]["limit_bytes_per_second"] == 250_000_000
     assert document["round"]["wire_bytes_total"] == pytest.approx(4 * document["round"]["wire_bytes_per_region"])
     assert document["round"]["fits_overlap"] is False
-    assert document["storage"]["daemon_bytes"] == 40 * 10**9
+    assert document["storage"]["daemon_bytes"] == 20 * 10**9
 
 
 def test_what_fits_says_the_slack_and_the_least() -> None:

@@ -123,23 +123,23 @@ DEVICE_FAULTS: Final = {
     "room-up-used-twice": DeviceFault(
         LANE, "room = self._up.popleft() if self._up else self._room(2, self._largest_up)", "room = self._up[0]"
     ),
-    "base-from-the-place": DeviceFault(
-        FRAGMENTS, "room.host[0, : base.numel()], base)", "self._places[index][: base.numel()], base)"
-    ),
     "base-before-its-anchor": DeviceFault(
         FRAGMENTS,
         "        def carry() -> None:\n",
         "        def carry() -> None:\n"
-        "            self.tensors.held(self._owned[index], self._places[index], self._base[index])\n",
+        "            self.tensors.held(self._owned[index], incoming.place, self._base[index])\n",
     ),
     "base-not-rounded": DeviceFault(
         FRAGMENTS,
-        "        self.tensors.held(self._owned[index], room.host",
-        "        (lambda _, new, out: out.copy_(new))(0, room.host",
+        "            self.tensors.held(self._owned[index], new, self._base[index])",
+        "            self._base[index].copy_(new)",
         torch.bfloat16,
     ),
     "base-not-kept": DeviceFault(
-        FRAGMENTS, "            self._worker.put(partial(self._keep, index, incoming.room))\n", ""
+        FRAGMENTS,
+        "            self._worker.put(partial(self._keep, index, incoming.room))\n",
+        "            pass\n",
+        torch.bfloat16,
     ),
     "applied-on-the-side": DeviceFault(
         LANE,
@@ -150,7 +150,7 @@ DEVICE_FAULTS: Final = {
     "applied-through-the-host": DeviceFault(
         FRAGMENTS,
         "        if self._lane is not None and incoming.room is not None:\n            self._lane.apply",
-        "        self.tensors.write(primary, self._places[index])\n"
+        "        self.tensors.write(primary, incoming.place)\n"
         "        if self._lane is not None and incoming.room is not None:\n            self._lane.apply",
     ),
     "anchor-not-sent": DeviceFault(LANE, "range(2 if anchor else 1)", "range(1)"),
