@@ -174,11 +174,13 @@ class LoopState:
         largest = max(matrices, key=Tensor.numel)
         ids = {id(item) for item in (*self._tensors.names, *(gift() for gift in self._gifts))}
         ids |= self._member_ids | self._checkpoint_ids | self._moment_ids()
-        own, shape, place = sample_of(largest), local_part(largest).shape, local_part(largest).data_ptr()
+        own, shape = sample_of(largest), local_part(largest).shape
+        # Memory of the model itself, and 0 where it was freed.
+        places = {0, *(local_part(value).data_ptr() for value in self._tensors.followed.values() if _is_plain(value))}
         samples = [own]
         for item in living:
             if type(item) is Tensor and item.shape == shape and id(item) not in ids and _is_plain(item):
-                is_loose = not item.requires_grad and item.data_ptr() not in (0, place)  # 0: its memory was freed
+                is_loose = not item.requires_grad and item.data_ptr() not in places
                 samples += [sample_of(item).to(own.device)] if is_loose else []
         ways = torch.linalg.vector_norm(torch.stack(samples) - own, dim=1)
         is_like = (ways < COPY_LIKENESS * own.norm()) & (torch.arange(len(samples), device=own.device) > 0)

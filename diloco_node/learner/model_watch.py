@@ -148,7 +148,7 @@ class ModelWatch:
     def check(self, *, may_have_orders: bool = True) -> None:
         """Look at the model at a step boundary, before anything of it is sent, or changed by a version.
 
-        Without orders samples are left to the next look: each takes as long as all the rest.
+        Without orders samples of a device are left to the next look: there each is a launch.
 
         Raises LearnerError: one was loaded, replaced or resized since `attach`, or an optimizer trains a copy of it.
         """
@@ -156,7 +156,7 @@ class ModelWatch:
         self._check_still()
         self._check_moments()
         self._count_told()
-        self.check_writes(is_sampled=may_have_orders)
+        self.check_writes(is_sampled=may_have_orders or next(iter(self._weights)).is_cpu)
         self._hear_changes()
         if self._written:
             # The first step was made by no optimizer that calls hooks: a loop's own arithmetic, or a compiled step.

@@ -30,7 +30,8 @@ class OptimizerRecord:
         told_steps: that the loop had told when `sample` was taken.
         is_stepping: it is in a step: what it writes was not noted yet.
         is_captured: a CUDA graph recorded a step of it since its writes were noted.
-        sample: of its largest tensor at that time: a load changes all of them. slices: of all its tensors.
+        sample: of its largest tensor at that time: a load changes all of them.
+            slices: of all its tensors in the host's memory.
         before: samples of its tensors before a step after which its states are looked at, by name.
         states: samples of its states when looked at last, and how much they were like their parameter when looked at
             first, by names of parameter and state.
@@ -73,8 +74,8 @@ class OptimizerRecord:
         """
         assert self.sample is not None
         assert self.slices is not None
-        now, slices = sample_of(self._largest).to(self.sample.device), self._reader.read().to(self.slices.device)
-        is_whole = slices.shape == self.slices.shape
+        now, slices = sample_of(self._largest).to(self.sample.device), self._reader.read()
+        is_whole = slices.numel() > 0 and slices.shape == self.slices.shape
         if now.is_cpu and torch.equal(now, self.sample) and (not is_whole or torch.equal(slices, self.slices)):
             return now.new_zeros(())
         change = _apart(now, self.sample)

@@ -145,7 +145,7 @@ def sample_of(tensor: Tensor) -> Tensor:
 class SliceReader:
     """Reads SLICE_VALUES neighbouring values in the middle of each tensor, in one call while all stay where they are.
 
-    Left out are tensors on another device than the first, and those with gaps in their memory, or with none.
+    Left out are tensors on a device, where each read would be another launch, and those with gaps in their memory.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -166,16 +166,16 @@ class SliceReader:
 
 
 def _slices(shards: Iterable[Tensor]) -> Iterator[Tensor]:
-    device = None
     for shard in shards:
         count, extent = (
             shard.numel(),
             1 + sum((n - 1) * step for n, step in zip(shard.shape, shard.stride(), strict=True)),
         )
-        device = device or shard.device
-        if count and shard.data_ptr() and shard.device == device and (shard.is_contiguous() or extent == count):
+        if count and shard.is_cpu and shard.data_ptr() and (shard.is_contiguous() or extent == count):
             start = shard.storage_offset() + max(0, count - SLICE_VALUES) // 2
-            yield shard.as_strided((min(count, SLICE_VALUES),), (1,), start)
+            size = (min(count, SLICE_VALUES),)
+            # Of the storage, and no view: its base would look like a copy of the parameter (`loop_state`).
+            yield shard.new_empty(0).set_(shard.untyped_storage(), start, size, (1,))
 
 
 def is_clamped(before: Tensor, now: Tensor) -> Tensor:

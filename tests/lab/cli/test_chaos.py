@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from diloco_node.errors import INTERRUPTED_CODE
-from diloco_node.lab.chaos import fault_plan as plan
 from diloco_node.lab.chaos.demo_processes import DemoFile
-from diloco_node.lab.chaos.fault_script import read_script
 from diloco_node.main import main
 from tests.kit.chaos_kit import MadeUpDemo
 from tests.kit.commands import COMMAND
@@ -104,20 +102,3 @@ def test_a_demo_that_has_ended_is_refused(demo: MadeUpDemo, capsys: pytest.Captu
     assert "name the folder of a running demo" in capsys.readouterr().err
     assert demo.ended() == {}
     assert os.getpid() == file.demo.pid
-
-
-def test_a_script_of_the_papers_failures_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chaos", "script", "--chips", "2400000", "--regions", "4", "--seconds", "300", "--seed", "3"]) == 0
-    file = tmp_path / "script.jsonl"
-    file.write_text(capsys.readouterr().out)
-    faults = read_script(file, ["us-east", "us-west", "eu-west", "ap-east"]).faults
-    assert len(faults) > 20
-    assert {fault.target.part for fault in faults} == {"learner"}
-
-
-def test_a_script_that_no_demo_would_read_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(plan, "FAULTS_MAX", 3)
-    assert main(["chaos", "script", "--chips", "2400000", "--seconds", "300"]) == 2
-    assert "take fewer --chips" in capsys.readouterr().err

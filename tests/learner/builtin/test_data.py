@@ -141,7 +141,7 @@ def test_too_little_text_says_how_much_is_needed(tmp_path: Path):
 
 @pytest.mark.parametrize(("own", "context"), [((999,), 9), ((), 9), ((0,), 2 * SIDE_BYTES_MIN)])
 def test_a_region_without_a_window_is_refused(own: tuple[int, ...], context: int):
-    with pytest.raises(ConfigError, match=rf"no data for this region.* the {len(own)} of this region"):
+    with pytest.raises(ConfigError, match=rf"no data for this region.* none in the {len(own)} that"):
         ShardWindows(counting(4000), own=lambda: own, batch=1, context=context, seed=1).next_batch()
 
 
