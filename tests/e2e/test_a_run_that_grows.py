@@ -89,7 +89,7 @@ async def test_a_run_of_three_grows_to_four_and_one_leaves(cluster: Cluster) -> 
     await order(cluster, leader, "demote", leaves)
     await until_kinds(cluster, cluster.names, **{leaves.replace("-", "_"): "contributor"})
     await order(cluster, leader, "remove", leaves)
-    await until_ended(cluster, leaves, f"{leaves} was removed from the run by an operator (entry", "ends with 0")
+    await until_ended(cluster, leaves, f"{leaves} was removed from the run by an operator (", "ends with 0")
     cluster.names.remove(leaves)
     await cluster.until_merged(JOINER, why="with a vote")
     await order_finish([cluster.regions[leader]], limit_s=WAIT_S)
@@ -127,7 +127,7 @@ async def test_a_run_of_three_grows_to_four_and_shrinks_to_two(cluster: Cluster)
     with pytest.raises(ConfigError, match=f"removing {JOINER} leaves 2, and the next failure stops merging; --force"):
         await members(cluster, leader, "remove", JOINER)
     await order(cluster, leader, "remove", JOINER, "--force")
-    await until_ended(cluster, JOINER, f"{JOINER} was removed from the run by an operator (entry", "ends with 0")
+    await until_ended(cluster, JOINER, f"{JOINER} was removed from the run by an operator (", "ends with 0")
     cluster.names = [leader, quiet]
     await cluster.until(
         "they know it no more",

@@ -63,4 +63,4 @@ def test_a_daemon_sums_and_sends_while_all_threads_for_files_wait(monkeypatch: p
     known = len(small.bodies())
     assert max(gaps_between_commits(small, 1)) <= 2 * max(usual), f"seed {SEED}"
     rounds = [body for body in small.bodies()[known:] if isinstance(body, RoundBody)]
-    assert sum(host.name in {cut.reducer for cut in body.stripes} for body in rounds) > 2
+    assert sum(host.name in {cut.reducer for cut in body.stripes} for body in rounds) >= 2
