@@ -460,9 +460,7 @@ def _data_text(data: dict[str, Any] | None) -> str:
     if data is None:
         return "not counted: the ledger is summed up"
     faults = f"; FAULTS: {'; '.join(data['faults'])}" if data["faults"] else ""
-    return (
-        f"{data['rows']:,} rows, {data['unmerged']:,} of them in discarded steps, {data['twice']} merged twice{faults}"
-    )
+    return f"{data['rows']:,} rows, {data['unmerged']:,} of them in no merge, {data['twice']} merged twice{faults}"
 
 
 def _loss(value: float | None) -> str:
