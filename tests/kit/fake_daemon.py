@@ -230,6 +230,11 @@ class FakeDaemon:
                     f"no {kind.__name__} number {count}: {self.said[-5:]}"
                 )
 
+    def wait_detached(self) -> None:
+        """Wait until a learner is gone: all that it said is in `said` then."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.detached, PATIENCE_S), "the learner stays"
+
     def wait_attached(self, count: int = 1) -> Attach:
         deadline_s = time.monotonic() + PATIENCE_S
         with self._changed:

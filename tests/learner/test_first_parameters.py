@@ -37,6 +37,7 @@ def first_of(folder: Path, model: nn.Module) -> list[np.ndarray]:
 def warnings_of(folder: Path, model: nn.Module, theta: list[np.ndarray], version: int = 0) -> list[str]:
     with FakeDaemon(folder, theta=theta, versions=[version, version]) as daemon:
         diloco_node.attach(model, checkpoint_every_s=0).close()
+        daemon.wait_detached()
         return [message.text for message in daemon.said if isinstance(message, Warned)]
 
 
@@ -130,6 +131,7 @@ def test_a_region_that_joins_later_is_told_which_tensors_began_elsewhere(
     later = [part + 1 for part in theta]
     with FakeDaemon(folder, theta=later, versions=[3, 3], fragment_digests=digests_of(theta)) as daemon:
         diloco_node.attach(own, checkpoint_every_s=0).close()
+        daemon.wait_detached()
         assert daemon.manifest is not None
         names = [{piece.name for piece in fragment.pieces} for fragment in daemon.manifest.fragments]
         texts = [message.text for message in daemon.said if isinstance(message, Warned)]

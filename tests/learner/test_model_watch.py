@@ -362,6 +362,7 @@ def test_a_constraint_far_from_the_first_weights_is_told_and_no_load(
         for _ in range(3):
             constraint(model)
             train(model, optimizer, diloco)
+        daemon.wait_for(Warned)
         assert len([message for message in daemon.said if isinstance(message, Warned)]) == 1
         load_by_hand(model)
         with pytest.raises(LearnerError, match="changed between two steps by something else"):
@@ -407,6 +408,7 @@ def test_moments_that_are_loaded_after_attach_are_told_once(
         train(model, optimizer, diloco)
         change(optimizer)
         train(model, optimizer, diloco)
+        daemon.wait_for(Warned)
         told = [message.text for message in daemon.said if isinstance(message, Warned)]
         assert len(told) == 1
         assert "AdamW has another state than after attach(), as load_state_dict() gives it" in told[0]
@@ -515,6 +517,7 @@ def test_old_weights_that_are_loaded_in_mid_run_are_refused_and_small_writes_are
             train(model, optimizer, diloco)
             with torch.no_grad():
                 model[1].weight.clamp_(-0.3, 0.3)
+        daemon.wait_for(Warned)
         told = [message.text for message in daemon.said if isinstance(message, Warned)]
         assert len(told) == 1
         assert told[0].startswith("'1.weight' was written to by something else than its optimizer")

@@ -397,6 +397,5 @@ def take_turn(
     messages: list[Message] = [] if result.reply is None else [result.reply]
     if isinstance(result.reply, RequestVoteReply) and not result.reply.granted:
         messages += recorded(current)
-    # Where the tail begins anew, what was put there in advance is not needed either.
-    candidates = payloads if isinstance(message, BaseSent) and record is not None else current.payloads
-    return WitnessTurn(record, tuple(messages), result.lacking, candidates - result.record.payloads)
+    # What was put there in advance stays: the other region may have done so, too, and count on it.
+    return WitnessTurn(record, tuple(messages), result.lacking, current.payloads - result.record.payloads)
