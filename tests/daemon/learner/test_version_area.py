@@ -229,6 +229,25 @@ async def test_the_next_learner_gets_its_own_offer_after_a_void_copy(bench: Benc
     assert not bench.version_area._copying
 
 
+async def test_offers_that_wait_for_the_slots_of_void_copies_are_made_when_those_end(bench: Bench) -> None:
+    """A learner attaches again while both spare slots are being written: nothing else would wake its offers."""
+    area, parameters = bench.version_area, bench.parameters
+    parameters.versions, parameters.is_slow = [1, 1], True
+    area.begin_learner(writes_initial=False, base_slots=(0, 1))
+    for fragment in (0, 1):
+        await bench.offer(fragment, 1)
+    assert len(parameters.gates) == 2
+    area.end_learner()
+    area.begin_learner(writes_initial=False, base_slots=(0, 1))
+    for fragment in (0, 1):
+        await bench.offer(fragment, 1)
+    assert bench.said == []
+    for gate in parameters.gates:
+        gate.set()
+    await settle()
+    assert sorted(bench.versions()) == [(0, 1, -1), (1, 1, -1)]
+
+
 async def test_an_offer_that_waited_for_one_learner_is_not_made_to_the_next(bench: Bench) -> None:
     await bench.offer(0, 0)
     await bench.commit(0, 1)
