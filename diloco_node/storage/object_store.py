@@ -238,7 +238,7 @@ class _Refusals:
 
         # obstore's own for a key, and a bucket, that is not there; Python's, of a local file, have its name.
         is_missing = isinstance(error, FileNotFoundError) and error.filename is None
-        if not is_missing and not isinstance(error, BaseError):
+        if error is None or (not is_missing and not isinstance(error, BaseError)):
             return
         if (is_missing or isinstance(error, NotFoundError)) and "NoSuchBucket" not in str(error):
             raise DamagedFile(f"{self._subject}: it is not there") from error
