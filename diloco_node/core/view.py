@@ -97,7 +97,7 @@ class RegionView:
         fetching: (fragment, version, peer).
         rounds_committed, tokens_merged: since genesis; tokens are the mean over the fragments.
         digest_differences: alarms about unequal bytes at equal versions; must be 0.
-        contradictions: what peers hold or do that can't be in Raft beside this ledger; must be empty.
+        contradictions: (peer, reason) of what can't be in Raft beside this ledger; must be empty.
         wrong_leaders: (peer, reason) of each whose entries were refused; must be empty.
         overbooked: steps that the ledger has as lost and that this region's learner never made; must be empty.
         is_ending: last rounds are being held. finished: the reason, once the run's end is committed, else empty.
@@ -129,7 +129,7 @@ class RegionView:
     finished: str
     is_final: bool
     left_out: tuple[LeftOut, ...] = ()
-    contradictions: tuple[str, ...] = ()
+    contradictions: tuple[tuple[str, str], ...] = ()
     wrong_leaders: tuple[tuple[str, str], ...] = ()
     overbooked: str = ""
 
@@ -240,7 +240,7 @@ def region_view(
         rounds_committed=history.rounds_committed,
         tokens_merged=history.account.merged_tokens(len(fragments)),
         digest_differences=upkeep.digests.differences,
-        contradictions=tuple(ledger.contradictions.values()),
+        contradictions=tuple(sorted(ledger.contradictions.items())),
         wrong_leaders=tuple(sorted(ledger.wrong_leaders.items())),
         overbooked=excess,
         is_ending=leader.is_ending,

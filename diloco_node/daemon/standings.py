@@ -14,6 +14,8 @@ from diloco_node.core.merge.outliers import MEMBERS_MIN
 from diloco_node.core.types import RoundBody
 
 ROUNDS_KEPT: Final = 64
+ROUNDS_RECENT: Final = 8
+"""Tokens per step are a mean over so many: over all that are kept, a wrong count would be named 28 rounds later."""
 
 
 class _Turn(NamedTuple):
@@ -59,7 +61,7 @@ class Standings:
         )
 
     def document(self) -> list[dict[str, Any]]:
-        """A row for each region of the last rounds, for the status; means over those rounds."""
+        """A row for each region of the last rounds, for the status: means over those rounds, or the recent ones."""
         turns: defaultdict[str, list[_Turn]] = defaultdict(list)
         for turn_of in self._rounds:
             for name, turn in turn_of.items():
@@ -68,14 +70,14 @@ class Standings:
         return [self._row(name, turns[name], steps_all) for name in sorted(turns)]
 
     def _row(self, name: str, turns: Sequence[_Turn], steps_all: int) -> dict[str, Any]:
-        steps = sum(turn.steps for turn in turns)
+        steps, recent = sum(turn.steps for turn in turns), turns[-ROUNDS_RECENT:]
         lengths = [(turn.length, turn.usual_length) for turn in turns if turn.length is not None]
         length, usual_length = max(lengths, key=lambda pair: pair[0] / (pair[1] or 1.0), default=(None, None))
         cosines = self._cosines.get(name, ())
         return {
             "region": name,
             "rounds": len(turns),
-            "tokens_per_step": sum(turn.tokens for turn in turns) / steps,
+            "tokens_per_step": sum(turn.tokens for turn in recent) / sum(turn.steps for turn in recent),
             "weight_share": sum(turn.weight_share for turn in turns) / len(self._rounds),
             "steps_share": steps / steps_all,
             # Of the round in which it was longest compared with the median member.

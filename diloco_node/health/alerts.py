@@ -201,8 +201,8 @@ def _rounds(document: Document) -> Iterator[Finding]:
     if differences:
         line = f"{differences:.0f} digests differed between regions at the same version"
         yield _make(kinds.DIGEST_DIFFERS, document, line)
-    for contradiction in document.get("ledger_contradictions") or ():
-        yield _make(kinds.LEDGER_FORKS, document, str(contradiction))
+    for entry in rows(document, "ledger_contradictions"):
+        yield _make(kinds.LEDGER_FORKS, document, text(entry, "reason"), region=text(entry, "region"))
     for entry in rows(document, "wrong_leaders"):
         line = f"entries of {text(entry, 'region')} were refused while it led: {text(entry, 'reason')}"
         yield _make(kinds.LEADER_WRONG, document, line, region=text(entry, "region"))

@@ -3,7 +3,7 @@
 import pytest
 
 from diloco_node.core.types import Ballot, Contribution, Member, RoundBody
-from diloco_node.daemon.standings import ROUNDS_KEPT, Standings
+from diloco_node.daemon.standings import ROUNDS_KEPT, ROUNDS_RECENT, Standings
 
 
 def member(name: str, *, weight: float = 1.0, steps: int = 16, tokens: int = 1600, length: float = 3.0) -> Member:
@@ -42,3 +42,12 @@ def test_of_two_nobody_is_too_long() -> None:
     standings = Standings({})
     standings.observe(body(member("a"), member("b", length=30.0)))
     assert [(row["length"], row["usual_length"]) for row in standings.document()] == [(None, None)] * 2
+
+
+def test_a_count_of_tokens_that_turned_wrong_late_is_told_after_half_of_the_recent_rounds() -> None:
+    standings = Standings({})
+    for _ in range(ROUNDS_KEPT):
+        standings.observe(body(member("a"), member("b")))
+    for _ in range(ROUNDS_RECENT // 2):
+        standings.observe(body(member("a"), member("b", tokens=12_800)))
+    assert [row["tokens_per_step"] for row in standings.document()] == [100.0, 450.0]

@@ -79,8 +79,9 @@ async def until_found_out(cluster: Cluster, name: str) -> None:
     before = {other: cluster.regions[other].status["ledger_contradictions"] for other in others}
 
     def is_named(other: str, status: dict[str, Any]) -> bool:
-        lines = status["ledger_contradictions"]
-        return lines != before[other] and any(f"folder of {name} is an older copy" in line for line in lines)
+        rows = status["ledger_contradictions"]
+        lines = [row["reason"] for row in rows if row["region"] == name]
+        return rows != before[other] and any(f"folder of {name} is an older copy" in line for line in lines)
 
     await cluster.until(f"{name} is found out", lambda now: all(is_named(*item) for item in now.items()), others)
 

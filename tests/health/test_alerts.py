@@ -234,7 +234,7 @@ CASES = [
     (kinds.CERTIFICATE_ENDS, changed(certificate={"days_left": -1.0}), "the certificate has ended", ""),
     (
         kinds.LEDGER_FORKS,
-        changed(ledger_contradictions=["eu and us both lead"]),
+        changed(ledger_contradictions=[{"region": "eu", "reason": "eu and us both lead"}]),
         "eu and us both lead",
         "diloco-node ledger /s/us",
     ),
@@ -276,6 +276,8 @@ def test_a_fault_raises_its_alert(kind: kinds.AlertKind, document: dict[str, Any
     assert alert.mark is kind.mark
     assert alert.command.startswith(command)
     assert "{" not in alert.hint + alert.command
+    if kind in (kinds.LEDGER_FORKS, kinds.LEADER_WRONG):
+        assert alert.regions == ("eu",)  # who is to be stopped, not who tells it
     health = health_of(document)
     assert health["state"] in STATES
     assert health["line"].startswith(health["state"])

@@ -116,7 +116,7 @@ class FolderLives:
 def _difference(memory: _Memory, folder: FolderLife) -> str:
     starts, starts_before = starts_of(folder.life), starts_of(memory.folder.life)
     if starts <= starts_before:
-        return f"it comes with start {starts}, and was at start {starts_before}"
+        return f"it comes with start {starts}, and was already at start {starts_before}"
     if folder.end_index < memory.index:
         return f"its ledger ends at entry {folder.end_index}, and it had committed up to entry {memory.index}"
     return ""

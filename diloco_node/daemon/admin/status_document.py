@@ -162,7 +162,7 @@ def region_status(
         "val_loss_global": facts.val_loss_global,
         "learner_blocked_seconds": facts.blocked_ns / 1e9,
         "digest_differences": view.digest_differences,
-        "ledger_contradictions": list(view.contradictions),
+        "ledger_contradictions": [{"region": peer, "reason": reason} for peer, reason in view.contradictions],
         "wrong_leaders": [{"region": peer, "reason": reason} for peer, reason in view.wrong_leaders],
         "overbooked": view.overbooked,
         "alarms": notes.alarms,

@@ -32,8 +32,8 @@ def test_each_start_is_a_greater_life_whatever_the_chance() -> None:
 @pytest.mark.parametrize(
     ("folder", "words"),
     [
-        (told(LIVES[3] ^ 1, end=40), "it comes with start 4, and was at start 4"),
-        (told(LIVES[2], end=40), "it comes with start 3, and was at start 4"),
+        (told(LIVES[3] ^ 1, end=40), "it comes with start 4, and was already at start 4"),
+        (told(LIVES[2], end=40), "it comes with start 3, and was already at start 4"),
         (told(LIVES[4], end=29), "its ledger ends at entry 29, and it had committed up to entry 30"),
         (told(LIVES[4], end=30), ""),
         (told(LIVES[8], end=99), ""),
