@@ -187,18 +187,13 @@ class GrpcTransport:
         self._handshakes = 0
         # When a rejection of a peer was logged last, by reason: once in REJECTION_LOG_S.
         self._logged_s: dict[tuple[str, str], float] = {}
-        self._port = 0
+        self.port = 0
         # Transfers of rounds and recovery under way; `_quiet` is set when the last one ends.
         self._urgent = 0
         self._quiet = asyncio.Event()
         self.rejections: Counter[tuple[str, str]] = Counter()
         # By peer how its model differs; its handler forgets it when a link comes up.
         self.other_models: dict[str, str] = {}
-
-    @property
-    def port(self) -> int:
-        """The port we listen on; 0 before `start`."""
-        return self._port
 
     def begin_run(self, settings: tuple[str, ...]) -> None:
         """Greet as a region whose ledger holds all settings but these, "name=value" each."""
@@ -216,11 +211,11 @@ class GrpcTransport:
             on_lost=self.listener_lost,
         )
         await listener.start()
-        self.listener, self._port = listener, listener.port
+        self.listener, self.port = listener, listener.port
         self._peers.start(self._spawn)
         self._spawn(listener.run(), "listener")
         self._spawn(self.pacer.run(), "wire meter")
-        _log.info("listening", region=self._env.hello.region, address=host, port=self._port)
+        _log.info("listening", region=self._env.hello.region, address=host, port=self.port)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

@@ -51,7 +51,7 @@ class Account:
     """
 
     def __init__(self) -> None:
-        self._index = 0
+        self.index = 0
         self.shards = ShardAccount(self._set)
         # (learner, fragment) -> the newest inclusion, of whatever incarnation.
         self._inclusions: dict[tuple[str, int], LastInclusion] = {}
@@ -70,15 +70,10 @@ class Account:
         # Per entry that is not settled: calls that restore what it changed, in the order of the changes.
         self._undo: deque[list[Callable[[], None]]] = deque()
 
-    @property
-    def index(self) -> int:
-        """The last entry that was taken."""
-        return self._index
-
     def take(self, entry: Entry) -> None:
         """Book the next entry."""
-        assert entry.index == self._index + 1, (entry.index, self._index)
-        self._index = entry.index
+        assert entry.index == self.index + 1, (entry.index, self.index)
+        self.index = entry.index
         self._undo.append([])
         body = entry.body
         self.shards.take(entry)
@@ -95,15 +90,15 @@ class Account:
 
     def back_to(self, index: int) -> None:
         """Take back every entry after this index; none of them is settled."""
-        assert self._index - index <= len(self._undo), (self._index, index)
-        while self._index > index:
+        assert self.index - index <= len(self._undo), (self.index, index)
+        while self.index > index:
             for restore in reversed(self._undo.pop()):
                 restore()
-            self._index -= 1
+            self.index -= 1
 
     def settle(self, index: int) -> None:
         """Keep the entries up to this index for ever: forget how to take them back."""
-        while len(self._undo) > max(0, self._index - index):
+        while len(self._undo) > max(0, self.index - index):
             self._undo.popleft()
 
     def fault(self, body: Contribution | DiscardedBody) -> str:
@@ -215,7 +210,7 @@ class Account:
 
     def restore(self, summary: RunSummary, index: int) -> None:
         """Go on from a summary as if every entry up to `index` had been taken."""
-        self._index = index
+        self.index = index
         self._undo.clear()
         fragments = range(len(summary.versions))
         self._inclusions = {

@@ -121,7 +121,7 @@ class LedgerState:
         )
 
         # Known to be on a majority's disks; what is taken is on the own disk, too.
-        self._cluster_commit_index = max(base.index, settled_index)
+        self.cluster_commit_index = max(base.index, settled_index)
         self._taken_index = base.index
 
         # The part of a follower: begun anew in each term.
@@ -171,7 +171,7 @@ class LedgerState:
     @property
     def is_settled(self) -> bool:
         """It leads, and an entry of its own term is committed: its commit index is the true one."""
-        return self.is_leader and self._log.term_at(self._cluster_commit_index) == self.term
+        return self.is_leader and self._log.term_at(self.cluster_commit_index) == self.term
 
     @property
     def wrong_leaders(self) -> Mapping[str, str]:
@@ -186,12 +186,7 @@ class LedgerState:
     @property
     def commit_index(self) -> int:
         """Last entry that is committed and on this region's disk."""
-        return min(self._cluster_commit_index, self._log.durable_index)
-
-    @property
-    def cluster_commit_index(self) -> int:
-        """Last entry that is known here to be committed; the own disk may lack its payload still."""
-        return self._cluster_commit_index
+        return min(self.cluster_commit_index, self._log.durable_index)
 
     @property
     def last_index(self) -> int:
@@ -273,7 +268,7 @@ class LedgerState:
             silent = [name for name in roster.voters if name not in (self._region, *self._election.votes)]
             return f"the first start needs every region: waits for {', '.join(silent) or 'its own disk'}"
         if self.is_leader:
-            state = f"leads term {self.term}, entry {self._cluster_commit_index} of {self.last_index} is committed"
+            state = f"leads term {self.term}, entry {self.cluster_commit_index} of {self.last_index} is committed"
             indexes = ((name, index) for name, index in self.durable_indexes.items() if name != roster.witness)
             behind = [f"{name} at {index}" for name, index in indexes if index < self.last_index]
             return state + (f"; behind: {', '.join(behind)}" if behind else "")
@@ -404,8 +399,8 @@ class LedgerState:
     def _follow_witness(self, now_ns: int) -> None:
         """As leader, find out with each heartbeat to all whether the witness is asked."""
         self._witness_age += 1
-        if self._cluster_commit_index != self._waiting[0] or self._cluster_commit_index == self._log.last_index:
-            self._waiting = (self._cluster_commit_index, now_ns)
+        if self.cluster_commit_index != self._waiting[0] or self.cluster_commit_index == self._log.last_index:
+            self._waiting = (self.cluster_commit_index, now_ns)
         is_stuck = now_ns - self._waiting[1] >= LAG_TIMEOUTS * self._election.timeout_ns
         is_looked_at = self._witness_age >= WITNESS_HEARTBEATS
         self._asks_witness = self._needs_witness(now_ns) or is_stuck or is_looked_at

@@ -82,7 +82,7 @@ class ReplicaLog:
     ) -> None:
         self.base = base
         self._has_base = has_base
-        self._is_whole = base.index == 0 or has_base()
+        self.is_whole = base.index == 0 or has_base()
         # What was acknowledged before the base came: all there is to say until its states are on the disk.
         self._floor = 0
         self._is_base_new = False
@@ -127,7 +127,7 @@ class ReplicaLog:
     @property
     def durable_index(self) -> int:
         """Up to here the log is on disk, payloads too."""
-        if not self._is_whole:
+        if not self.is_whole:
             return min(self._durable_index, self._floor)
         return min(self._durable_index, self._lost[0].index - 1) if self._lost else self._durable_index
 
@@ -135,11 +135,6 @@ class ReplicaLog:
     def waiting(self) -> tuple[Entry, ...]:
         """Entries that may lack a payload: those in the log that do (`find_lost`), and the staged ones."""
         return (*self._lost, *self._staged)
-
-    @property
-    def is_whole(self) -> bool:
-        """The disk holds what the base stands for."""
-        return self._is_whole
 
     @property
     def is_dirty(self) -> bool:
@@ -286,7 +281,7 @@ class ReplicaLog:
                 write.last_index = min(write.last_index, self._floor)
             self.base, self._is_base_new = base, True
             self._packed_index = self._requested_index = base.index
-        self._is_whole = False
+        self.is_whole = False
 
     def _begin_with(self, base: LedgerBase) -> None:
         del self._entries[: base.index - self.base.index]
@@ -300,7 +295,7 @@ class ReplicaLog:
 
     def find_lost(self, may_persist: Callable[[Entry], bool]) -> None:
         """Look again of which entries of the log, and of the base, the disk lacks what they name."""
-        self._is_whole = self._is_whole or self._has_base()
+        self.is_whole = self.is_whole or self._has_base()
         self._lost = [entry for entry in self._lost if not may_persist(entry)]
 
     def promote(self, may_persist: Callable[[Entry], bool], *, committed_index: int = 0) -> None:

@@ -98,7 +98,7 @@ class LedgerCore(LedgerState):
         if not self._log.waiting and self._log.is_whole:
             return []
         self._log.find_lost(self._may_persist)
-        self._log.promote(self._may_persist, committed_index=self._cluster_commit_index)
+        self._log.promote(self._may_persist, committed_index=self.cluster_commit_index)
         self._report_growth(now_ns)
         return self._flush()
 
@@ -208,7 +208,7 @@ class LedgerCore(LedgerState):
     def _become_follower(self, leader: str, now_ns: int) -> None:
         """Follow the leader (or nobody yet) of the current term."""
         self._election.follow(leader, now_ns=now_ns)
-        self._following = Following(matched_index=min(self._cluster_commit_index, self._log.known_index))
+        self._following = Following(matched_index=min(self.cluster_commit_index, self._log.known_index))
         self._followers.clear()
         if leader:
             self.offered_by = ""
@@ -262,7 +262,7 @@ class LedgerCore(LedgerState):
         self._broadcast(now_ns)
 
     def _append(self, body: EntryBody, now_ns: int) -> None:
-        entry = self._entry_gate.sealed(body, term=self.term, committed_index=self._cluster_commit_index)
+        entry = self._entry_gate.sealed(body, term=self.term, committed_index=self.cluster_commit_index)
         if isinstance(entry, str):
             self._note(f"does not append what can't be: {entry}", is_alarm=True)
             return
@@ -270,7 +270,7 @@ class LedgerCore(LedgerState):
         self.disks.follow([entry])
         self._follow_roster(now_ns)
         for peer in self._followers:
-            if self._followers[peer].has_more(self._log, commit_index=self._cluster_commit_index):
+            if self._followers[peer].has_more(self._log, commit_index=self.cluster_commit_index):
                 self._send_append(peer)
 
     def _broadcast(self, now_ns: int) -> None:
@@ -286,7 +286,7 @@ class LedgerCore(LedgerState):
             self._witness_age = 0
         self._sequence += 1
         message = self._followers[peer].next_message(
-            self._log, term=self.term, sequence=self._sequence, commit_index=self._cluster_commit_index
+            self._log, term=self.term, sequence=self._sequence, commit_index=self.cluster_commit_index
         )
         self._gate.send(peer, message)
 
@@ -313,32 +313,32 @@ class LedgerCore(LedgerState):
             self._become_follower("", now_ns)
             return
         self._advance_commit(now_ns)
-        self.folders.hold(peer, min(follower.durable_index, self._cluster_commit_index))
+        self.folders.hold(peer, min(follower.durable_index, self.cluster_commit_index))
         if peer not in self.disks.roster.disks and self._bids_farewell(peer, follower, answer.sequence):
             del self._followers[peer]
             return
-        if follower.has_more(self._log, commit_index=self._cluster_commit_index):
+        if follower.has_more(self._log, commit_index=self.cluster_commit_index):
             self._send_append(peer)
 
     def _bids_farewell(self, peer: str, follower: Follower, sequence: int) -> bool:
         """Whether a removed region knows that it is: that entry is on its disk, and it was told that it is
         committed."""
         since = self.disks.roster.memberships[peer].since
-        if follower.farewell_sequence == 0 and since <= min(follower.durable_index, self._cluster_commit_index):
+        if follower.farewell_sequence == 0 and since <= min(follower.durable_index, self.cluster_commit_index):
             self._send_append(peer)
             follower.farewell_sequence = self._sequence
         return 0 < follower.farewell_sequence <= sequence
 
     def _note_commit(self, index: int) -> None:
         """So much is committed now, on the disks of a majority."""
-        if index > self._cluster_commit_index:
-            if self._log.term_at(self._cluster_commit_index) == self.term:
+        if index > self.cluster_commit_index:
+            if self._log.term_at(self.cluster_commit_index) == self.term:
                 self._election.backoff.succeed()
-            self._cluster_commit_index = index
+            self.cluster_commit_index = index
 
     def _advance_commit(self, now_ns: int) -> None:
         index = self._agreed_index()
-        if index > self._cluster_commit_index and self._may_commit(index):
+        if index > self.cluster_commit_index and self._may_commit(index):
             self._note_commit(index)
             # Tell the followers now: a round is applied when its region knows that it is committed.
             self._broadcast(now_ns)
@@ -360,9 +360,9 @@ class LedgerCore(LedgerState):
             return
         if not self._may_follow(peer, now_ns):
             return
-        committed_index = self._cluster_commit_index
+        committed_index = self.cluster_commit_index
         fault = fault_in(request)
-        if not fault and (fork := fork_in(request, self._log, committed_index=self._cluster_commit_index)):
+        if not fault and (fork := fork_in(request, self._log, committed_index=self.cluster_commit_index)):
             self._part_from(peer, *fork, request.sequence, now_ns)
             return
         if fault or (fault := self._entry_gate.fault(request, peer=peer, committed_index=committed_index)):
@@ -381,7 +381,7 @@ class LedgerCore(LedgerState):
             following.commit_index = max(following.commit_index, request.commit_index)
             index = min(following.commit_index, following.matched_index)
             self._note_commit(index)
-            self._log.promote(self._may_persist, committed_index=self._cluster_commit_index)
+            self._log.promote(self._may_persist, committed_index=self.cluster_commit_index)
             self._acknowledge(request.sequence)
         else:
             # What is committed is in the leader's log: no need to search before it.
@@ -395,7 +395,7 @@ class LedgerCore(LedgerState):
         A log that ends later, by term and index, is one of a later leader: what it has otherwise was never committed.
         So this is as safe as a vote for who has it. Nothing is acknowledged, for nobody asks.
         """
-        log, committed_index = self._log, self._cluster_commit_index
+        log, committed_index = self._log, self.cluster_commit_index
         if self.is_leader or self._hears_leader(now_ns) or not tail.entries or fault_in(tail):
             return
         last, known_index = tail.entries[-1], log.known_index
@@ -413,7 +413,7 @@ class LedgerCore(LedgerState):
             matched_index = min(matched_index, conflict - 1)
         self._following.matched_index = matched_index
         self._note_commit(min(tail.commit_index, log.known_index))
-        log.promote(self._may_persist, committed_index=self._cluster_commit_index)
+        log.promote(self._may_persist, committed_index=self.cluster_commit_index)
 
     def _distrust(self, peer: str, fault: str, now_ns: int) -> None:
         self._note(f"ignored entries from {peer}, and follows it no more: {fault}", is_alarm=True)
@@ -429,7 +429,7 @@ class LedgerCore(LedgerState):
 
     def _part_from(self, peer: str, index: int, entry_hash: bytes, sequence: int, now_ns: int) -> None:
         """Follow no more who leads with a log that can't be beside this one, and tell it: nothing here is dropped."""
-        settled = ", which is committed here" if index <= self._cluster_commit_index else ""
+        settled = ", which is committed here" if index <= self.cluster_commit_index else ""
         self._contradict(peer, f"{peer} leads with {self._log.difference(index, entry_hash)}{settled}: not followed")
         own_hash = self._log.hash_at(index)
         self._gate.send(peer, AppendEntriesReply(self.term, sequence, False, index, own_hash, self._disk))
@@ -454,10 +454,10 @@ class LedgerCore(LedgerState):
             return
         base = LedgerBase(message.index, message.base_term, message.hash, message.summary)
         fault = ""
-        if base.index > self._cluster_commit_index:
+        if base.index > self.cluster_commit_index:
             fault = self._base_fault(base) if base.term <= message.term else f"it is of term {base.term}"
         if not fault and is_fork(
-            self._log, base.index, base.hash, (base.term, message.term), committed_index=self._cluster_commit_index
+            self._log, base.index, base.hash, (base.term, message.term), committed_index=self.cluster_commit_index
         ):
             self._part_from(peer, base.index, base.hash, message.sequence, now_ns)
             return
@@ -470,11 +470,11 @@ class LedgerCore(LedgerState):
         self._election.cadence.hear(now_ns)
         following = self._following
         following.requested_sequence = max(following.requested_sequence, message.sequence)
-        if base.index > self._cluster_commit_index:
+        if base.index > self.cluster_commit_index:
             self._log.install(base, committed_index=self.commit_index)
             self.disks.begin(self._named_by(base), base.index)
             self._entry_gate.begin(base)
-            self._cluster_commit_index = self._taken_index = base.index
+            self.cluster_commit_index = self._taken_index = base.index
             self._new_base = base
             following.matched_index = base.index
             self._note(f"begins its ledger at entry {base.index}, which {peer} sent it")

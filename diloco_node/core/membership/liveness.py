@@ -103,7 +103,7 @@ class Liveness:
         self._heartbeat_ns = heartbeat_ns
         # The floor of how long a region may be silent; it grows with `stride`.
         self._silent_heartbeats = silent_heartbeats
-        self._silent_ns = silent_heartbeats * heartbeat_ns
+        self.silent_ns = silent_heartbeats * heartbeat_ns
         # Per region (incarnation, step, when that step was first seen); none without a learner.
         self._stepped: dict[str, tuple[int, int, int]] = {}
         # All regions, this one too, sorted; the others among them.
@@ -111,11 +111,11 @@ class Liveness:
         self._peers: dict[str, _Peer] = {}
         self.follow(regions)
         # How late this region's own heartbeats were; nothing is heard with it.
-        self._lag = Cadence(self._silent_ns)
+        self._lag = Cadence(self.silent_ns)
         # Heartbeats leave through it.
         self._effects = effects
         # Number of the last heartbeat.
-        self._sequence = 0
+        self.sequence = 0
         # By number: when a heartbeat left.
         self._sent_at_ns: dict[int, int] = {}
         # This region's learner, as the next heartbeat reports it.
@@ -129,24 +129,24 @@ class Liveness:
         self.stride = min(STRIDE_MAX, -(-(len(self._regions) - 1) // OTHERS_AT_ONCE) or 1)
         silent_ns = max(self._silent_heartbeats, SILENT_STRIDES * self.stride) * self._heartbeat_ns
         peers = {name: self._peer(name) for name in self._regions if name != self._region}
-        for peer in peers.values() if silent_ns != self._silent_ns else ():
+        for peer in peers.values() if silent_ns != self.silent_ns else ():
             # Heartbeats are rarer or more frequent now: what was learnt of their gaps is of no use.
             heard_at_ns, peer.cadence = peer.cadence.heard_at_ns, Cadence(silent_ns)
             peer.cadence.heard_at_ns = heard_at_ns
         for name in self._peers.keys() - peers.keys():
             self._stepped.pop(name, None)
-        self._peers, self._silent_ns = peers, silent_ns
+        self._peers, self.silent_ns = peers, silent_ns
 
     def _peer(self, region: str) -> _Peer:
         """Knowledge of another region; of one that is no member, there is none."""
-        return self._peers.get(region) or _Peer(Cadence(self._silent_ns))
+        return self._peers.get(region) or _Peer(Cadence(self.silent_ns))
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """A lost link is silence at once; a new one may lead to a new process, which counts from one again."""
         state = self._peers.get(peer)
         if state is None:
             return
-        state.sequence, state.linked_at = 0, self._sequence
+        state.sequence, state.linked_at = 0, self.sequence
         if not is_up:
             state.cadence.heard_at_ns = None
 
@@ -207,21 +207,21 @@ class Liveness:
         self, *, applied_index: int, digests: tuple[FragmentDigest, ...], now_ns: int, only_to: str | None = None
     ) -> None:
         """Send a heartbeat to everybody, or to one region when there is news that can't wait for the next one."""
-        self._sequence += 1
+        self.sequence += 1
         if only_to is None:
             self.absence.watch(self, now_ns=now_ns)
         limits_ns = sorted(peer.cadence.limit_ns for peer in self._peers.values())
         # Where most are late, this machine or theirs is starved: nobody is gone for being as late as they are.
         self._usual_limit_ns = limits_ns[len(limits_ns) // 2] if limits_ns else 0
-        self._sent_at_ns[self._sequence] = now_ns
-        self._sent_at_ns.pop(self._sequence - SENT_KEPT, None)
+        self._sent_at_ns[self.sequence] = now_ns
+        self._sent_at_ns.pop(self.sequence - SENT_KEPT, None)
         hears = self.alive(now_ns=now_ns)
         for name, peer in self._peers.items():
-            is_behind = self._sequence - max(peer.echo, peer.linked_at) > UNREAD_MAX
+            is_behind = self.sequence - max(peer.echo, peer.linked_at) > UNREAD_MAX
             if only_to is None or (only_to == name and not is_behind):
                 delay_ns = now_ns - peer.sequence_at_ns if peer.sequence else 0
                 beat = Heartbeat(
-                    self._sequence,
+                    self.sequence,
                     peer.sequence,
                     delay_ns,
                     hears,
@@ -234,19 +234,9 @@ class Liveness:
                 )
                 self._effects.send(name, beat)
 
-    @property
-    def sequence(self) -> int:
-        """The number of the last heartbeat that left here."""
-        return self._sequence
-
     def echo(self, region: str) -> int:
         """The last of this region's heartbeats that another region had when it sent its last one."""
         return self._peer(region).echo
-
-    @property
-    def silent_ns(self) -> int:
-        """How long a region that is alive may be silent, where messages come in time."""
-        return self._silent_ns
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -260,7 +250,7 @@ class Liveness:
         state = self._peers.get(region)
         if state is None or state.cadence.heard_at_ns is None:
             return False
-        limit_ns = min(self.patience * max(state.cadence.limit_ns, self._usual_limit_ns), CEILING * self._silent_ns)
+        limit_ns = min(self.patience * max(state.cadence.limit_ns, self._usual_limit_ns), CEILING * self.silent_ns)
         return now_ns - state.cadence.heard_at_ns < limit_ns
 
     def alive(self, *, now_ns: int) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ class RoundLeader:
         self._term = 0
         self._number = 0
         # Between `begin` and `end`. Outside of it `rounds` and `proposals` are empty.
-        self._is_acting = False
+        self.is_acting = False
         # Since when no merge is decided, for other settings come first; None: merges are decided.
         self._held_since_ns: int | None = None
         # Something happened since the agenda was asked, so that its answer may have changed.
@@ -88,11 +88,6 @@ class RoundLeader:
         self._merges = MergeDecisions(context)
         # One for each term.
         self._agenda = self._new_agenda()
-
-    @property
-    def is_acting(self) -> bool:
-        """Whether this region decides about rounds now."""
-        return self._is_acting
 
     @property
     def is_ending(self) -> bool:
@@ -131,7 +126,7 @@ class RoundLeader:
             left_out: by the leader before, as far as is known here.
             predecessor: the leader before, if it handed leadership to this region.
         """
-        self._is_acting, self._is_stale = True, True
+        self.is_acting, self._is_stale = True, True
         self._book.ballot_ns = self._history.settings.ballot_deadline_min_ns
         self._book.begin(left_out, self._context.regions, predecessor=predecessor, now_ns=now_ns)
         self._term, self._number = term, 0
@@ -145,7 +140,7 @@ class RoundLeader:
 
     def end(self) -> None:
         """Another region leads, or nobody: forget everything that only a leader may decide."""
-        self._is_acting = self.is_in_the_way = False
+        self.is_acting = self.is_in_the_way = False
         self._held_since_ns = None
         self.rounds.clear()
         self.proposals.clear()
@@ -158,7 +153,7 @@ class RoundLeader:
     @property
     def wake_at_ns(self) -> int | None:
         """When something may have to be decided even if nothing happens."""
-        if not self._is_acting:
+        if not self.is_acting:
             return None
         times = [round_.deadline_ns for round_ in self.rounds.values() if self._is_timed(round_)]
         if self._agenda.wake_at_ns is not None:
@@ -208,7 +203,7 @@ class RoundLeader:
 
     def on_answer(self, peer: str, message: BallotAnswer, *, now_ns: int) -> None:
         """Take a region's answer to a ballot."""
-        if not self._is_acting:
+        if not self.is_acting:
             return
         round_ = next((candidate for candidate in self._open_rounds() if candidate.ballot == message.ballot), None)
         if round_ is not None and not round_.is_proposed:
@@ -216,7 +211,7 @@ class RoundLeader:
 
     def take_discards(self, bodies: Iterable[DiscardedBody], *, now_ns: int) -> None:
         """Book lost steps that their regions have reported."""
-        if self._is_acting:
+        if self.is_acting:
             self._answers.take_discards(bodies, now_ns=now_ns)
 
     def let_go(self, region: str) -> bool:
@@ -247,13 +242,13 @@ class RoundLeader:
 
     def request_finish(self, reason: str) -> None:
         """End the run, as an operator or the scripts of a majority ask."""
-        if self._is_acting:
+        if self.is_acting:
             self._agenda.request_finish(reason)
             self._is_stale = True
 
     def advance(self, *, now_ns: int) -> None:
         """Decide everything that can be decided now."""
-        if not self._is_acting:
+        if not self.is_acting:
             return
         for round_ in self._open_rounds():
             self._advance_round(round_, now_ns)

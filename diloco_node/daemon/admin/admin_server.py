@@ -111,17 +111,12 @@ class AdminServer:
         self._handlers = handlers
         self._registry = registry
         self._host = host
-        self._port = port
+        self.port = port
         self._state_dir = state_dir
         self._token = ""
         self._runner: web.AppRunner | None = None
         self._listening: list[asyncio.Server] = []
         self._live = LiveEvents(self._region_snapshot, self._region_status)
-
-    @property
-    def port(self) -> int:
-        """The port bound (useful when 0 was asked for)."""
-        return self._port
 
     async def start(self) -> None:
         """Bind and serve.
@@ -169,15 +164,15 @@ class AdminServer:
 
     async def _bind(self, runner: web.AppRunner, host: str) -> None:
         try:
-            server = await listen(runner, host, self._port)
+            server = await listen(runner, host, self.port)
         except OSError as error:
             await self.stop()
             raise BindError(
-                f"admin port {host}:{self._port} can't be bound ({error.strerror}). "
+                f"admin port {host}:{self.port} can't be bound ({error.strerror}). "
                 f"Free it, or set another: [regions.NAME] admin_port (and admin_host) in run.toml, or --admin-port."
             ) from error
         self._listening.append(server)
-        self._port = port_of(server)
+        self.port = port_of(server)
 
     async def stop(self) -> None:
         """Close the port."""

@@ -113,7 +113,7 @@ class LearnerProxy:
 
         # The process and the incarnation that were welcomed last; 0 before the first. They stay when it detaches.
         self.pid = 0
-        self._incarnation = 0
+        self.incarnation = 0
         # Where the attached learner stands; None exactly while none is attached.
         self.status: LearnerStatus | None = None
         # The newest status of any learner that this daemon has seen: what a process claims may not lie behind it.
@@ -159,11 +159,6 @@ class LearnerProxy:
         )
 
     @property
-    def incarnation(self) -> int:
-        """The incarnation of the learner that was welcomed last; 0 if none was."""
-        return self._incarnation
-
-    @property
     def shown_status(self) -> LearnerStatus | None:
         """Where the learner stands, or stood when it was done: it may be gone before the last report is written."""
         if self.status is None and self.done is not None:
@@ -188,14 +183,14 @@ class LearnerProxy:
         self._refuse_requested("the learner restarted")
         self.version_area.begin_learner(writes_initial=writes_initial, base_slots=attach.slots)
         self.done = None
-        if (attach.pid, incarnation) != (self.pid, self._incarnation):
+        if (attach.pid, incarnation) != (self.pid, self.incarnation):
             # Another process: it has blocked for no time yet.
             self.pid = attach.pid
             self._blocked_before_ns = self.facts.blocked_ns
         self.facts.attached_step = attach.step
-        if incarnation != self._incarnation:
+        if incarnation != self.incarnation:
             # Its counters begin at zero; so does what is measured by them.
-            self._incarnation = incarnation
+            self.incarnation = incarnation
             self.facts.first_report_ns = self.facts.last_report_ns = 0
             self.facts.tokens.reset()
         self.status = LearnerStatus(
@@ -330,7 +325,7 @@ class LearnerProxy:
 
     async def _advance_when_durable(self, message: learner_link.OfferApplied) -> None:
         generation = self.version_area.generation
-        await self._save_counters(self._incarnation)
+        await self._save_counters(self.incarnation)
         if generation == self.version_area.generation:  # else it has said anew where it stands
             self._advance(message)
 
@@ -391,7 +386,7 @@ class LearnerProxy:
 
     def has_restarted_since(self, incarnation: int) -> bool:
         """Whether another incarnation of the learner has begun, which may write over the contributions."""
-        return self._incarnation != incarnation
+        return self.incarnation != incarnation
 
     def contribution_bytes(self, fragment: int, block_start: int, block_stop: int) -> U8:
         """The encoded blocks of the newest contribution of a fragment; a view into the contribution area."""

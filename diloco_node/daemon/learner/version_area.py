@@ -83,17 +83,12 @@ class VersionArea:
         assert not (writes_initial and self._own), self._own
         self._begin_generation()
         self._has_learner = True
-        self._is_lent = writes_initial
+        self.is_lent = writes_initial
         self._base = {fragment: slot for fragment, slot in enumerate(base_slots) if slot != NO_SLOT}
 
     def end_learner(self) -> None:
         """Its connection is gone. It may live and read on, until it attaches again or another one does."""
         self._begin_generation()
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether the learner is to write Theta_0, and it has not been read out yet."""
-        return self._is_lent
 
     def is_offered(self, fragment: int, version: int) -> bool:
         """Whether the learner was offered exactly this, and has not taken it yet."""
@@ -122,7 +117,7 @@ class VersionArea:
 
     def release_initial(self) -> None:
         """Theta_0 has been read out: the slots are free again."""
-        self._is_lent = False
+        self.is_lent = False
         self._offer_waiting()
 
     def free_place(self, fragment: int) -> F32 | None:
@@ -145,7 +140,7 @@ class VersionArea:
         fragment = order.fragment
         if not self._has_learner:
             return
-        if self._is_lent or fragment in self._offered:
+        if self.is_lent or fragment in self._offered:
             self._waiting[fragment] = order
             return
         slot = self._own.get(fragment)
@@ -187,7 +182,7 @@ class VersionArea:
         self.offered_at_ns.append((fragment, version, self.now_ns()))
 
     def _free_slot(self) -> int | None:
-        if not self._has_learner or self._is_lent:
+        if not self._has_learner or self.is_lent:
             return None
         uses = (self._own, self._base, self._lent_slots, self._stepping)
         taken = self._copying.union(*(use.values() for use in uses))
@@ -199,7 +194,7 @@ class VersionArea:
 
     def _begin_generation(self) -> None:
         self.generation += 1
-        self._has_learner = self._is_lent = False
+        self._has_learner = self.is_lent = False
         self._offered.clear()
         self._lent_slots.clear()
         self._waiting.clear()

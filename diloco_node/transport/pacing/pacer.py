@@ -101,7 +101,7 @@ class Pacer:
         # The only wall clock here: ceilings may differ by the time of day.
         self._minute_of_day = minute_of_day or _local_minute
         # The budget as set; the ceilings of this minute are in `_egress` and `_grants`.
-        self._plan = BudgetPlan()
+        self.plan = BudgetPlan()
         self._egress = EgressBudget((), now_ns=now_ns())
         self._grants = IngressGrants((), now_ns=now_ns())
         self._peers: dict[str, _PeerState] = {}
@@ -128,11 +128,6 @@ class Pacer:
 
     # ---- the plan ----------------------------------------------------------------------------------------------------
 
-    @property
-    def plan(self) -> BudgetPlan:
-        """The budget that holds now."""
-        return self._plan
-
     def add_peer(self, peer: str) -> None:
         """Share the budget with one more peer."""
         now_ns = self._now_ns()
@@ -142,13 +137,13 @@ class Pacer:
         self._limit(peer, now_ns)
 
     def _limit(self, peer: str, now_ns: int) -> None:
-        limits = self._plan.peer_limits(peer)
+        limits = self.plan.peer_limits(peer)
         self._egress.set_limit(peer, LimitSource.PEER, limits.egress, now_ns=now_ns)
         self._grants.set_peer_rate(peer, limits.ingress)
 
     def set_plan(self, plan: BudgetPlan) -> None:
         """Change the budget from now on."""
-        self._plan = plan
+        self.plan = plan
         self._follow_plan()
         now_ns = self._now_ns()
         for peer in self._peers:
@@ -159,7 +154,7 @@ class Pacer:
 
     def _follow_plan(self) -> None:
         """Set the ceilings of this minute, where they have changed."""
-        limits, now_ns = self._plan.limits_at(self._minute_of_day()), self._now_ns()
+        limits, now_ns = self.plan.limits_at(self._minute_of_day()), self._now_ns()
         if limits.egress != self._egress.region_rate_bytes_per_s:
             self._count_use(now_ns)
             self._egress.set_region_rate(limits.egress, now_ns=now_ns)
@@ -170,7 +165,7 @@ class Pacer:
 
     def _ceiling_out(self, peer: str) -> int | None:
         """Return the most that may be sent to a peer, by our own budget; None: no limit."""
-        return _least(self._egress.region_rate_bytes_per_s, self._plan.peer_limits(peer).egress)
+        return _least(self._egress.region_rate_bytes_per_s, self.plan.peer_limits(peer).egress)
 
     # ---- sending -----------------------------------------------------------------------------------------------------
 
@@ -302,7 +297,7 @@ class Pacer:
 
     def target_connections(self, peer: str) -> int:
         """How many bulk connections the link is worth, by what is known of it now."""
-        out, into = self._ceiling_out(peer), _least(self._grants.rate_bytes_per_s, self._plan.peer_limits(peer).ingress)
+        out, into = self._ceiling_out(peer), _least(self._grants.rate_bytes_per_s, self.plan.peer_limits(peer).ingress)
         ceiling = None if out is None or into is None else max(out, into)
         return self.link_watch(peer).target_connections(ceiling_bytes_per_s=ceiling)
 
@@ -436,7 +431,7 @@ class Pacer:
         when there was work.
         """
         self._count_use(self._now_ns())
-        limits = self._plan.limits_at(self._minute_of_day())
+        limits = self.plan.limits_at(self._minute_of_day())
         return {
             "egress_bytes_per_s": limits.egress,
             "ingress_bytes_per_s": limits.ingress,

@@ -66,16 +66,11 @@ class TokenBucket:
         self._burst = 0
         self._set(rate_bytes_per_s)
 
-    @property
-    def rate_bytes_per_s(self) -> int | None:
-        """The ceiling; None: no limit."""
-        return self._rate
-
     def _set(self, rate_bytes_per_s: int | None) -> None:
         """The burst is asked for some times for each piece, so it is kept."""
         if rate_bytes_per_s is not None and rate_bytes_per_s < 1:
             raise ValueError(f"a rate of {rate_bytes_per_s} bytes/s; it must be at least 1, or None")
-        self._rate = rate_bytes_per_s
+        self.rate_bytes_per_s = rate_bytes_per_s
         if rate_bytes_per_s is not None:
             self._burst = burst_bytes(rate_bytes_per_s, self._late_ns) if self._burst_set is None else self._burst_set
             self._level = min(self._level, self._burst * NS_PER_S)
@@ -83,7 +78,7 @@ class TokenBucket:
     def set_rate(self, rate_bytes_per_s: int | None, *, now_ns: int) -> None:
         """Change the ceiling from now on; what was saved up shrinks to the new burst, debts stay."""
         self._accrue(now_ns)
-        if self._rate is None:
+        if self.rate_bytes_per_s is None:
             self._level = 0
         self._set(rate_bytes_per_s)
 
@@ -91,15 +86,15 @@ class TokenBucket:
         """Save up for timers that are so late."""
         self._accrue(now_ns)
         self._late_ns = late_ns
-        self._set(self._rate)
+        self._set(self.rate_bytes_per_s)
 
     def ready_at_ns(self, size_bytes: int, *, now_ns: int) -> int:
         """When a piece of this size may go, `now_ns` if at once. A piece over the burst goes when the bucket is
         full."""
-        if self._rate is None:
+        if self.rate_bytes_per_s is None:
             return now_ns
         missing = min(size_bytes, self._burst) * NS_PER_S - self._level_at(now_ns)
-        return now_ns if missing <= 0 else now_ns + -(-missing // self._rate)
+        return now_ns if missing <= 0 else now_ns + -(-missing // self.rate_bytes_per_s)
 
     def try_spend(self, size_bytes: int, *, now_ns: int) -> bool:
         """Take a piece if it may go now; whether it does."""
@@ -111,7 +106,7 @@ class TokenBucket:
     def charge(self, size_bytes: int, *, now_ns: int) -> None:
         """Count bytes that nobody asked for: the bucket may go into debt."""
         self._accrue(now_ns)
-        if self._rate is not None:
+        if self.rate_bytes_per_s is not None:
             self._level -= size_bytes * NS_PER_S
 
     def refund(self, size_bytes: int) -> None:
@@ -120,7 +115,7 @@ class TokenBucket:
 
     def debt_bytes(self, *, now_ns: int) -> int:
         """How far it is below zero, rounded up; 0 without a limit."""
-        return 0 if self._rate is None else max(0, -(self._level_at(now_ns) // NS_PER_S))
+        return 0 if self.rate_bytes_per_s is None else max(0, -(self._level_at(now_ns) // NS_PER_S))
 
     def lost_bytes(self, *, now_ns: int) -> int:
         """Return what could have been sent since start and was not, because the bucket was full; 0 without a limit."""
@@ -128,12 +123,12 @@ class TokenBucket:
         return self._lost // NS_PER_S
 
     def _level_at(self, now_ns: int) -> int:
-        assert self._rate is not None
-        return min(self._level + self._rate * max(0, now_ns - self._at_ns), self._burst * NS_PER_S)
+        assert self.rate_bytes_per_s is not None
+        return min(self._level + self.rate_bytes_per_s * max(0, now_ns - self._at_ns), self._burst * NS_PER_S)
 
     def _accrue(self, now_ns: int) -> None:
-        if self._rate is not None:
+        if self.rate_bytes_per_s is not None:
             level = self._level_at(now_ns)
-            self._lost += self._level + self._rate * max(0, now_ns - self._at_ns) - level
+            self._lost += self._level + self.rate_bytes_per_s * max(0, now_ns - self._at_ns) - level
             self._level = level
         self._at_ns = max(self._at_ns, now_ns)

@@ -137,7 +137,7 @@ def _commit_unmatched(core: Any) -> None:
         follow(peer, request, now_ns)
         if not ledger.is_leader and request.term == ledger.term:
             index_reached = min(request.commit_index, ledger._log.known_index)
-            ledger._cluster_commit_index = max(ledger._cluster_commit_index, index_reached)
+            ledger.cluster_commit_index = max(ledger.cluster_commit_index, index_reached)
 
     ledger._append_entries = follow_and_commit  # type: ignore[method-assign]
 
