@@ -17,7 +17,8 @@ from typing import Any
 
 import msgpack
 
-from diloco_node.core.shapes import REGION_FIELDS, Items, bound_of, may_be_short
+from diloco_node.core.array_codec import may_be_short
+from diloco_node.core.shapes import REGION_FIELDS, Items, bound_of
 from diloco_node.errors import PeerError
 from diloco_node.wire.field_bounds import BOUNDS
 from diloco_node.wire.message_tables import BULK_HEADERS, CONTROL, ENTRY_BODIES, HEADERS, MESSAGES

@@ -1,14 +1,14 @@
 """Limits of single fields: bounds as values, and the checks that are made of them. Pure.
 
-A check takes a value and returns it, or raises `OutOfBounds` with what was found. `wire.schema` makes a message's
-checks of them, `core.ledger.entries` those of an entry, so that both refuse the same.
+A check takes a value and returns it, or raises `OutOfBounds` with what was found. `core.array_codec` makes those of
+a dataclass of them, for messages and for entries of the ledger alike.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import isfinite
 from sys import float_info
 from types import MappingProxyType
@@ -208,66 +208,6 @@ def scalar_check(hint: Any, bound: Bound | None, *, is_region: bool) -> Check | 
         return check_region
     make = _SCALARS.get((hint, type(bound)))
     return None if make is None else make(bound)
-
-
-def may_be_short(kind: type) -> bool:
-    """Whether the last field of a dataclass is left out while it is empty."""
-    return any("is_left_out" in field.metadata for field in fields(kind)[-1:])
-
-
-def whole_array(plain: list[Any], count: int) -> list[Any]:
-    """The array with its last place, which was left out if it was empty. Raises OutOfBounds: it is there and empty."""
-    if len(plain) == count and not plain[-1]:
-        raise OutOfBounds("its last field is empty, and is not left out")
-    return [*plain, []] if len(plain) == count - 1 else plain
-
-
-def items_check(item_check: Check, bound: Items, *, container: Any, make: Any) -> Check:
-    """Return the check of an array, which is `container` before and `make(...)` after."""
-    most, is_set = bound.most, bound.is_set
-
-    def check(values: Any) -> Any:
-        if type(values) is not container:
-            raise OutOfBounds(f"expected an array, got {type(values).__name__}")
-        if len(values) > most:
-            raise OutOfBounds(f"{len(values)} items; the limit is {most}")
-        try:
-            items = make(map(item_check, values))
-        except OutOfBounds:
-            raise _named_item(item_check, values) from None
-        if is_set and len(set(items)) != len(items):
-            raise OutOfBounds("an item is there twice")
-        return items
-
-    return check
-
-
-def _named_item(item_check: Check, values: Any) -> OutOfBounds:
-    """Find the wrong item again, for its index: the right case must not pay for the counting."""
-    for index, value in enumerate(values):
-        try:
-            item_check(value)
-        except OutOfBounds as error:
-            return error.within(f"[{index}]")
-    raise AssertionError("an item that was wrong is right now")
-
-
-def relations(names: list[str], bounds: list[Bound | None]) -> list[tuple[int, int, int]]:
-    """(place, place of the other, least difference) of the fields that are bounded by another one."""
-    pairs = []
-    for place, bound in enumerate(bounds):
-        neighbour = (bound.above or bound.since) if isinstance(bound, Whole) else ""
-        if isinstance(bound, Whole) and neighbour:
-            pairs.append((place, names.index(neighbour), 1 if bound.above else 0))
-    return pairs
-
-
-def check_relations(names: list[str], values: list[Any], pairs: list[tuple[int, int, int]]) -> None:
-    """Check that the fields of one dataclass go together. Raises OutOfBounds: they don't."""
-    for place, neighbour, least in pairs:
-        if values[place] - values[neighbour] < least:
-            text = f"{show_number(values[place])} with {names[neighbour]} {show_number(values[neighbour])}"
-            raise OutOfBounds(text).within(f".{names[place]}")
 
 
 def show(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Messages between learner and daemon of one region on the Unix socket.
 
-Each message is a frame: length as little-endian u32, then strict msgpack (`wire.schema`). The conversation:
+Each message is a frame: length as little-endian u32, then strict msgpack (`wire.message_schema`). The conversation:
 
 1. The learner connects and sends `Attach`. The daemon answers `Welcome` or `Refuse`.
 2. `Welcome.wants_initial_state`: the learner writes its parameters into the version area and says `InitialState`.

@@ -9,45 +9,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
-from enum import StrEnum
-from typing import Any, Final, get_args, get_type_hints
+from functools import cache
+from typing import Any, Final
 
 import msgpack
 
+from diloco_node.core import types
+from diloco_node.core.array_codec import ArrayCodecs, Codec
 from diloco_node.core.bounds import CORE_BOUNDS, HASH, INDEX
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.settings_body import SettingsBody
-from diloco_node.core.shapes import (
-    REGION_FIELDS,
-    Bound,
-    Check,
-    Items,
-    OutOfBounds,
-    bound_of,
-    check_relations,
-    items_check,
-    may_be_short,
-    octets_check,
-    relations,
-    scalar_check,
-    whole_array,
-    whole_check,
-)
-from diloco_node.core.types import (
-    DiscardedBody,
-    DiskNamedBody,
-    Entry,
-    EntryBody,
-    ExtendedBody,
-    FinishedBody,
-    GenesisBody,
-    LeaderBody,
-    RevokedBody,
-    RoundBody,
-    SnapshotBody,
-    SummaryBody,
-)
+from diloco_node.core.shapes import OutOfBounds, octets_check, whole_check
+from diloco_node.core.types import Entry, EntryBody
 from diloco_node.core.unpacking import unpack
 from diloco_node.errors import ProtocolViolation
 
@@ -58,43 +31,27 @@ ENTRY_BYTES_MAX: Final = 3 << 20
 """Longest encoded entry, below the limit of a control message. A round of 64 learners and 4,000 pieces takes 2.4 MB."""
 
 
-class EntryKind(StrEnum):
-    """The kind of a ledger entry. `LEADER` is the empty entry a new leader begins its term with."""
-
-    GENESIS = "genesis"
-    LEADER = "leader"
-    ROUND = "round"
-    DISCARDED = "discarded"
-    FINISHED = "finished"
-    DISK_NAMED = "disk-named"
-    SNAPSHOT = "snapshot"
-    SUMMARY = "summary"
-    EXTENDED = "extended"
-    REVOKED = "revoked"
-    MEMBERSHIP = "membership"
-    SETTINGS = "settings"
-
-
 _BODY_TYPES: Final[dict[str, type[Any]]] = {
-    EntryKind.GENESIS.value: GenesisBody,
-    EntryKind.LEADER.value: LeaderBody,
-    EntryKind.ROUND.value: RoundBody,
-    EntryKind.DISCARDED.value: DiscardedBody,
-    EntryKind.FINISHED.value: FinishedBody,
-    EntryKind.DISK_NAMED.value: DiskNamedBody,
-    EntryKind.SNAPSHOT.value: SnapshotBody,
-    EntryKind.SUMMARY.value: SummaryBody,
-    EntryKind.EXTENDED.value: ExtendedBody,
-    EntryKind.REVOKED.value: RevokedBody,
-    EntryKind.MEMBERSHIP.value: MembershipBody,
-    EntryKind.SETTINGS.value: SettingsBody,
+    "genesis": types.GenesisBody,
+    "leader": types.LeaderBody,
+    "round": types.RoundBody,
+    "discarded": types.DiscardedBody,
+    "finished": types.FinishedBody,
+    "disk-named": types.DiskNamedBody,
+    "snapshot": types.SnapshotBody,
+    "summary": types.SummaryBody,
+    "extended": types.ExtendedBody,
+    "revoked": types.RevokedBody,
+    "membership": MembershipBody,
+    "settings": SettingsBody,
 }
+"""By the name of its kind on disk; a leader's entry is the empty one that it begins its term with."""
+
 _KINDS: Final = {body_type: kind for kind, body_type in _BODY_TYPES.items()}
 _DEPTH_MAX: Final = 6
 """An entry, its round, the members, one of them, its contribution, the norms."""
 
 _INDEX: Final = whole_check(INDEX)
-_TERM: Final = whole_check(INDEX)
 _HASH: Final = octets_check(HASH)
 
 _Plain = int | float | str | bytes | list[Any]
@@ -168,7 +125,7 @@ def decode_entry(data: bytes | memoryview) -> Entry:
         body_type = _BODY_TYPES[kind]
         entry = Entry(
             index=_INDEX(index),
-            term=_TERM(term),
+            term=_INDEX(term),
             previous=_HASH(previous),
             body=canonical_codec(body_type)[1](body),
             hash=_HASH(own_hash),
@@ -209,69 +166,7 @@ def _pack(plain: list[_Plain]) -> bytes:
     return data
 
 
-_Codec = tuple[Check, Check]
-_CODECS: Final[dict[Any, _Codec]] = {}
-
-
-def canonical_codec(kind: Any) -> _Codec:
-    """(write, read) for a dataclass as an array of its fields, which both refuse what is out of bounds. Made once."""
-    if kind not in _CODECS:
-        _CODECS[kind] = _dataclass_codec(kind)
-    return _CODECS[kind]
-
-
-def _dataclass_codec(kind: Any) -> _Codec:
-    hints = get_type_hints(kind)
-    names = [field.name for field in fields(kind)]
-    bounds = [bound_of(CORE_BOUNDS, kind.__name__, name) for name in names]
-    codecs = [_field(hints[name], bound, name) for name, bound in zip(names, bounds, strict=True)]
-    writers = [(name, write) for name, (write, _) in zip(names, codecs, strict=True)]
-    readers = [(name, read) for name, (_, read) in zip(names, codecs, strict=True)]
-    pairs = relations(names, bounds)
-
-    is_short = may_be_short(kind)
-
-    def write(value: Any) -> list[Any]:
-        if type(value) is not kind:
-            raise OutOfBounds(f"expected {kind.__name__}, found {type(value).__name__}")
-        plain = _each_field(writers, [getattr(value, name) for name in names])
-        return plain[:-1] if is_short and not plain[-1] else plain
-
-    def read(plain: Any) -> Any:
-        if is_short and type(plain) is list:
-            plain = whole_array(plain, len(names))
-        if type(plain) is not list or len(plain) != len(names):
-            raise OutOfBounds(f"expected {kind.__name__} as an array of {len(names)}")
-        return kind(*_each_field(readers, plain))
-
-    def _each_field(checks: list[tuple[str, Check]], values: list[Any]) -> list[Any]:
-        results = []
-        for (name, check), value in zip(checks, values, strict=True):
-            try:
-                results.append(check(value))
-            except OutOfBounds as error:
-                raise error.within(f".{name}") from None
-        if pairs:
-            check_relations(names, results, pairs)
-        return results
-
-    return write, read
-
-
-def _field(hint: Any, bound: Bound | None, name: str) -> _Codec:
-    """Return the codec of one field: a dataclass, `tuple[X, ...]`, or a scalar with a bound."""
-    if is_dataclass(hint):
-        return canonical_codec(hint)
-    if isinstance(bound, Items):
-        write, read = _field(get_args(hint)[0], bound.of, name)
-        return (
-            items_check(write, bound, container=tuple, make=list),
-            items_check(read, bound, container=list, make=tuple),
-        )
-    check = scalar_check(hint, bound, is_region=name in REGION_FIELDS)
-    if check is None:
-        raise TypeError(f"{name}: no bound in core/bounds.py for {hint!r}, found {bound}")
-    if hint is float:
-        # An integer in a float field gets the bytes of the float: 1 == 1.0, and equal bodies must have equal hashes.
-        return (lambda value: check(float(value) if type(value) is int else value)), check
-    return check, check
+@cache
+def canonical_codec(kind: type) -> Codec:
+    """(write, read) for a dataclass as an array of its fields, which both refuse what is out of bounds."""
+    return ArrayCodecs(CORE_BOUNDS, {}).codec(kind)

@@ -14,7 +14,6 @@ from diloco_node.core.bounds import FLOAT32_MAX, FRAGMENTS, INCARNATION_MAX, STE
 from diloco_node.core.ledger.entries import (
     ENTRY_BYTES_MAX,
     ZERO_HASH,
-    EntryKind,
     decode_entry,
     encode_entry,
     seal,
@@ -153,7 +152,10 @@ def test_what_is_decoded_is_what_was_encoded(body: EntryBody, index: int, term: 
 
 def test_kinds_name_the_bodies() -> None:
     kinds = [msgpack.unpackb(encode_entry(entry))[3] for entry in chain(*BODIES)]
-    assert kinds == list(EntryKind)
+    assert kinds == [
+        *("genesis", "leader", "round", "discarded", "finished", "disk-named"),
+        *("snapshot", "summary", "extended", "revoked", "membership", "settings"),
+    ]
 
 
 def test_golden_hash_of_an_entry() -> None:

@@ -1,0 +1,314 @@
+"""Frozen dataclasses as arrays of plain values, driven by their type hints and a table of bounds. Pure.
+
+A dataclass is an array of its fields, in their order; where the hint is a union of dataclasses it begins with the tag
+of the member. There are no maps, no keys, no defaults: what is not exactly what the hint says is refused with the path
+of the field. The wire (`wire.message_schema`) and the ledger (`core.ledger.entries`) are made of the same codecs.
+
+A hint may be: `int`, `float` (finite), `bool`, `str`, `bytes`, an enum, a dataclass, `tuple[X, ...]`, `X | None`,
+a union of dataclasses that have a tag. Anything else is refused when the codec is built, and so is a number, string,
+bytes or tuple without a bound (`core.shapes`); names of regions are bounded by their pattern.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, Final
+
+from diloco_node.core.shapes import (
+    REGION_FIELDS,
+    Bound,
+    Bounds,
+    Check,
+    Items,
+    OutOfBounds,
+    Whole,
+    bound_of,
+    scalar_check,
+    show,
+    show_number,
+)
+
+Codec = tuple[Check, Check]
+"""Write and read: each returns the value in its other form, or raises OutOfBounds."""
+
+DEPTH_MAX: Final = 8
+"""Nested dataclasses and tuples in one message, told from the hints when the codec is built."""
+
+_NO_BOUND: Final = "needs a bound of kind {kind} in core/bounds.py or wire/field_bounds.py, found {found}"
+
+
+class ArrayCodecs:
+    """Builds codecs by one table of bounds.
+
+    Args:
+        bounds: of every field, as `bound_of` finds them. tags: of dataclasses that are members of a union.
+    """
+
+    def __init__(self, bounds: Bounds, tags: Mapping[type, int]) -> None:
+        self._bounds, self._tags = bounds, tags
+
+    def codec(self, cls: type, *, skip: int = 0, depth: int = 1) -> Codec:
+        """Build the codec of an array of fields.
+
+        Args:
+            skip: places (0 or 1) that are left at its front for the tag. depth: of the array in the whole.
+
+        Raises TypeError: a hint that can't be encoded, or is nested deeper than `DEPTH_MAX`; a field without a bound.
+        """
+        if depth > DEPTH_MAX:
+            raise TypeError(f"{cls.__name__} is nested deeper than {DEPTH_MAX}")
+        names = [field.name for field in dataclasses.fields(cls)]
+        bounds = [bound_of(self._bounds, cls.__name__, name) for name in names]
+        built = self._fields(cls, names, bounds, depth=depth)
+        encoders, decoders = [encode for encode, _ in built], [decode for _, decode in built]
+        pairs = relations(names, bounds)
+        count, is_short = len(names) + skip, may_be_short(cls)
+
+        def encode(value: Any) -> list[Any]:
+            if type(value) is not cls:
+                raise OutOfBounds(f"expected {cls.__name__}, got {type(value).__name__}")
+            values = [getattr(value, name) for name in names]
+            try:
+                fields = [encode_field(field) for encode_field, field in zip(encoders, values, strict=True)]
+            except OutOfBounds:
+                raise _named_field(names, encoders, values) from None
+            if pairs:
+                check_relations(names, fields, pairs)
+            if is_short and not fields[-1]:
+                fields.pop()
+            return [None, *fields] if skip else fields
+
+        def decode(fields: Any) -> Any:
+            if is_short and type(fields) is list:
+                fields = whole_array(fields, count)
+            if type(fields) is not list or len(fields) != count:
+                raise OutOfBounds(f"expected {cls.__name__} with {count - skip} fields, got {_shape(fields, skip)}")
+            own_fields = fields[1:] if skip else fields
+            try:
+                values = [decode_field(field) for decode_field, field in zip(decoders, own_fields, strict=True)]
+            except OutOfBounds:
+                raise _named_field(names, decoders, own_fields) from None
+            if pairs:
+                check_relations(names, values, pairs)
+            return cls(*values)
+
+        return encode, decode
+
+    def _fields(self, cls: type, names: list[str], bounds: list[Bound | None], *, depth: int) -> list[Codec]:
+        hints = typing.get_type_hints(cls)
+        built = []
+        for name, bound in zip(names, bounds, strict=True):
+            try:
+                built.append(self._hint(hints[name], bound, name in REGION_FIELDS, depth=depth))
+            except OutOfBounds as error:
+                raise TypeError(f"{cls.__name__}.{name}: {error.found}") from None
+        return built
+
+    def _hint(self, hint: Any, bound: Bound | None, is_region: bool, *, depth: int) -> Codec:
+        """Encoder and decoder of a field. Raises OutOfBounds when it has no bound, or one of another kind."""
+        origin = typing.get_origin(hint)
+        if origin in (types.UnionType, typing.Union):
+            return self._union(typing.get_args(hint), bound, is_region, depth=depth)
+        if origin is tuple:
+            return self._tuple(typing.get_args(hint), bound, is_region, depth=depth + 1)
+        if isinstance(hint, type):
+            if hint in (int, float, bool, str, bytes):
+                return _scalar(hint, bound, is_region)
+            if issubclass(hint, Enum):
+                return _enum(hint)
+            if dataclasses.is_dataclass(hint):
+                return self.codec(hint, skip=0, depth=depth + 1)
+        raise TypeError(f"no encoding for a field of type {hint!r}")
+
+    def _union(self, members: tuple[Any, ...], bound: Bound | None, is_region: bool, *, depth: int) -> Codec:
+        kinds = [member for member in members if member is not types.NoneType]
+        if len(kinds) == 1:
+            encode, decode = self._hint(kinds[0], bound, is_region, depth=depth)
+        else:
+            encode, decode = self._tagged(kinds, depth=depth + 1)
+        if len(kinds) == len(members):
+            return encode, decode
+        return (
+            lambda value: None if value is None else encode(value),
+            lambda value: None if value is None else decode(value),
+        )
+
+    def _tagged(self, members: list[Any], *, depth: int) -> Codec:
+        by_type: dict[type, tuple[int, Check]] = {}
+        by_tag: dict[int, Check] = {}
+        for cls in members:
+            if cls not in self._tags:
+                raise TypeError(f"{cls!r} is in a union, but has no tag in the schema")
+            encode_member, decode_member = self.codec(cls, skip=1, depth=depth)
+            by_type[cls] = (self._tags[cls], encode_member)
+            by_tag[self._tags[cls]] = decode_member
+
+        def encode(value: Any) -> list[Any]:
+            encoder = by_type.get(type(value))
+            if encoder is None:
+                raise OutOfBounds(f"{type(value).__name__} is not a member of the union")
+            fields: list[Any] = encoder[1](value)
+            fields[0] = encoder[0]
+            return fields
+
+        def decode(fields: Any) -> Any:
+            if type(fields) is not list or not fields or type(fields[0]) is not int:
+                raise OutOfBounds("expected an array that begins with a tag")
+            decoder = by_tag.get(fields[0])
+            if decoder is None:
+                raise OutOfBounds(f"unknown tag {fields[0]}")
+            return decoder(fields)
+
+        return encode, decode
+
+    def _tuple(self, items: tuple[Any, ...], bound: Bound | None, is_region: bool, *, depth: int) -> Codec:
+        if depth > DEPTH_MAX:
+            raise TypeError(f"a tuple is nested deeper than {DEPTH_MAX}")
+        if len(items) != 2 or items[1] is not Ellipsis:
+            raise TypeError(f"no encoding for a tuple of {items!r}: only for tuple[X, ...]")
+        if not isinstance(bound, Items):
+            raise OutOfBounds(_NO_BOUND.format(kind="Items", found=bound))
+        encode, decode = self._hint(items[0], bound.of, is_region, depth=depth)
+        return (
+            items_check(encode, bound, container=tuple, make=list),
+            items_check(decode, bound, container=list, make=tuple),
+        )
+
+
+def _scalar(hint: type, bound: Bound | None, is_region: bool) -> Codec:
+    check = scalar_check(hint, bound, is_region=is_region)
+    if check is None:
+        kind = {int: "Whole", float: "Real", str: "Text", bytes: "Octets"}[hint]
+        raise OutOfBounds(_NO_BOUND.format(kind=kind, found=bound))
+    convert = {int: _as_int, float: _as_float}.get(hint)
+    return (check if convert is None else _lenient(hint, check, convert)), check
+
+
+def _enum(cls: type[Enum]) -> Codec:
+    by_value = {member.value: member for member in cls}
+    if not all(type(value) in (str, int) for value in by_value):
+        raise TypeError(f"{cls.__name__}: only enums of str or int can be encoded")
+
+    def encode(value: Any) -> Any:
+        if type(value) is not cls:
+            raise OutOfBounds(f"expected {cls.__name__}, got {type(value).__name__}")
+        return value.value
+
+    def decode(value: Any) -> Any:
+        # Only str and int are looked up: True would find 1, and a list can't be hashed.
+        member = by_value.get(value) if type(value) in (str, int) else None
+        if member is None:
+            raise OutOfBounds(f"not a value of {cls.__name__}: {show(value)}")
+        return member
+
+    return encode, decode
+
+
+def _lenient(kind: type, check: Check, convert: Check) -> Check:
+    """The encoder of a number: what is one of another library becomes ours first."""
+
+    def encode(value: Any) -> Any:
+        try:
+            return check(value)
+        except OutOfBounds:
+            if type(value) is kind:
+                raise
+        return check(convert(value))
+
+    return encode
+
+
+def _as_int(value: Any) -> int:
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)  # numpy's integers are welcome
+        except TypeError:
+            pass
+    raise OutOfBounds(f"expected int, got {type(value).__name__}")
+
+
+def _as_float(value: Any) -> float:
+    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
+        raise OutOfBounds(f"expected float, got {type(value).__name__}")
+    return float(value)  # numpy's floats, and ints that a sum began with
+
+
+def _named_field(names: list[str], checks: list[Check], values: Sequence[Any]) -> OutOfBounds:
+    """Find the wrong field again, for its name: the right case must not pay for it."""
+    for name, check, value in zip(names, checks, values, strict=True):
+        try:
+            check(value)
+        except OutOfBounds as error:
+            return error.within(f".{name}")
+    raise AssertionError("a field that was wrong is right now")
+
+
+def _shape(value: Any, skip: int) -> str:
+    if type(value) in (list, tuple):
+        return f"an array of {len(value) - skip}"
+    return type(value).__name__
+
+
+def may_be_short(kind: type) -> bool:
+    """Whether the last field of a dataclass is left out while it is empty."""
+    return any("is_left_out" in field.metadata for field in dataclasses.fields(kind)[-1:])
+
+
+def whole_array(plain: list[Any], count: int) -> list[Any]:
+    """The array with its last place, which was left out if it was empty. Raises OutOfBounds: it is there and empty."""
+    if len(plain) == count and not plain[-1]:
+        raise OutOfBounds("its last field is empty, and is not left out")
+    return [*plain, []] if len(plain) == count - 1 else plain
+
+
+def items_check(item_check: Check, bound: Items, *, container: Any, make: Any) -> Check:
+    """Return the check of an array, which is `container` before and `make(...)` after."""
+    most, is_set = bound.most, bound.is_set
+
+    def check(values: Any) -> Any:
+        if type(values) is not container:
+            raise OutOfBounds(f"expected an array, got {type(values).__name__}")
+        if len(values) > most:
+            raise OutOfBounds(f"{len(values)} items; the limit is {most}")
+        try:
+            items = make(map(item_check, values))
+        except OutOfBounds:
+            raise _named_item(item_check, values) from None
+        if is_set and len(set(items)) != len(items):
+            raise OutOfBounds("an item is there twice")
+        return items
+
+    return check
+
+
+def _named_item(item_check: Check, values: Any) -> OutOfBounds:
+    """Find the wrong item again, for its index: the right case must not pay for the counting."""
+    for index, value in enumerate(values):
+        try:
+            item_check(value)
+        except OutOfBounds as error:
+            return error.within(f"[{index}]")
+    raise AssertionError("an item that was wrong is right now")
+
+
+def relations(names: list[str], bounds: list[Bound | None]) -> list[tuple[int, int, int]]:
+    """(place, place of the other, least difference) of the fields that are bounded by another one."""
+    pairs = []
+    for place, bound in enumerate(bounds):
+        neighbour = (bound.above or bound.since) if isinstance(bound, Whole) else ""
+        if isinstance(bound, Whole) and neighbour:
+            pairs.append((place, names.index(neighbour), 1 if bound.above else 0))
+    return pairs
+
+
+def check_relations(names: list[str], values: list[Any], pairs: list[tuple[int, int, int]]) -> None:
+    """Check that the fields of one dataclass go together. Raises OutOfBounds: they don't."""
+    for place, neighbour, least in pairs:
+        if values[place] - values[neighbour] < least:
+            text = f"{show_number(values[place])} with {names[neighbour]} {show_number(values[neighbour])}"
+            raise OutOfBounds(text).within(f".{names[place]}")
