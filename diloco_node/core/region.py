@@ -258,7 +258,7 @@ class RegionCore:
     def incarnation_min(self) -> int:
         """The least number for a new life of this region's learner, whatever lives its folder knows of."""
         replacements = self.ledger.disks.roster.replacements(self._region)
-        return incarnation_min(self.history.incarnation(self._region), replacements)
+        return incarnation_min(self.history.account.newest_incarnation(self._region), replacements)
 
     @property
     def is_replaying(self) -> bool:

@@ -49,7 +49,7 @@ def region_rows(folders: Sequence[Path]) -> list[VersionRow]:
     content_bytes = 8 * runs[0].files.manifest.size
     rows = []
     for number, item in sorted(past.items()):
-        lacks = [run.lack(item) for run in runs]
+        lacks = [run.reachable.lack(item) for run in runs]
         lack = "" if "" in lacks else lacks[0]
         written_at = max(_written_at(run, item) for run in runs)
         rows.append(VersionRow(number, item.step, item.tokens, content_bytes, written_at, lack))

@@ -436,7 +436,7 @@ class Daemon:
         # A daemon that dies and starts again must not go back to an older, perhaps larger budget.
         self.spec.save(self.spec.state_dir / NODE_NAME)
         if self.node is not None:
-            self.node.transport.set_budget(plan)
+            self.node.transport.pacer.set_plan(plan)
         self.notes.add(Note("budget", f"set by {why}: {plan}"))
 
     @property

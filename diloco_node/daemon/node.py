@@ -17,7 +17,6 @@ from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import EXPELLED, NO_LIMITS, DiskNamedBody, RateLimits, Recovered, RevokedBody
-from diloco_node.core.view import RegionView
 from diloco_node.daemon.admin.members_document import member_order
 from diloco_node.daemon.admin.node_status import NodeStatus
 from diloco_node.daemon.admin.run_facts import RunFacts
@@ -334,17 +333,17 @@ class Node:
             await in_thread(self._runtime.threads.background, self._facts.look)
             look = partial(self._budget_watch.look, late_ns=self.core.liveness.late_ns)
             budget = self.transport.budget_status()
-            note = await in_thread(self._runtime.threads.background, look, self.view(), budget)
+            note = await in_thread(self._runtime.threads.background, look, self.core.view(), budget)
             shut_out = [peer for peer in self.transport.addresses if self.transport.quarantine_reason(peer)]
-            for news in (*([] if note is None else [note]), *self._presence.look(self.view().peers, shut_out)):
+            for news in (*([] if note is None else [note]), *self._presence.look(self.core.view().peers, shut_out)):
                 self._runtime.notes.add(news)
 
     async def _linger(self) -> None:
         """Stay until the learner has said its last figures and no other region needs this one."""
         loop = asyncio.get_running_loop()
-        linger = Linger(self.view().applied_index, now_s=loop.time(), is_patient=self._spec.is_serving)
+        linger = Linger(self.core.view().applied_index, now_s=loop.time(), is_patient=self._spec.is_serving)
         while not linger.is_over(  # noqa: ASYNC110 - most of what it looks at announces no change
-            [peer.applied_index for peer in self.view().peers],
+            [peer.applied_index for peer in self.core.view().peers],
             learner_is_done=self.learner.status is None or self.learner.done is not None,
             serves=self.effects.fetcher.serves,
             now_s=loop.time(),
@@ -353,10 +352,6 @@ class Node:
         # The last heartbeat that says so must have left before the links go.
         await asyncio.sleep(2 * self._spec.settings.heartbeat_ns / NS_PER_S)
         self._runtime.end(None)
-
-    def view(self) -> RegionView:
-        """The core's knowledge at this moment."""
-        return self.core.view()
 
     def control_arrived(self, peer: str, message: Message) -> None:
         """See TransportHandler."""

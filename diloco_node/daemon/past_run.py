@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Final
 
 from diloco_node.core.recovery.past_versions import PastVersion, ReachableVersions, past_versions
-from diloco_node.core.recovery.replay_plan import FragmentReplay
 from diloco_node.core.types import Entry, RoundBody
 from diloco_node.daemon.checkpoint_copies import copies_at
 from diloco_node.daemon.run_files import ARCHIVE_HINT, RunFiles, region_folders
@@ -24,6 +23,7 @@ class PastRun:
 
     Attributes:
         files: as they were read. past: the versions that its ledger still has, in order, available or not.
+        reachable: those that can be computed from its files.
 
     Raises:
         StorageError, ConfigError: the folder can't be read; says why.
@@ -36,19 +36,11 @@ class PastRun:
         self._payloads: dict[tuple[int, int], list[tuple[int, int, bytes]]] = defaultdict(list)
         for fragment, version, digest in files.payloads:
             self._payloads[fragment, version].append((fragment, version, digest))
-        self._reachable = ReachableVersions(files.genesis, files.summary, entries, files.states, files.payloads)
-
-    def lack(self, past: PastVersion) -> str:
-        """Name the first file that is missing for a version; empty if none is."""
-        return self._reachable.lack(past)
+        self.reachable = ReachableVersions(files.genesis, files.summary, entries, files.states, files.payloads)
 
     def payloads_of(self, past: PastVersion) -> list[tuple[int, int, bytes]]:
         """The payloads on disk with which fragments came to a version."""
         return [item for version in enumerate(past.versions) for item in self._payloads.get(version, ())]
-
-    def plan(self, past: PastVersion) -> tuple[FragmentReplay, ...]:
-        """How to compute a version that nothing lacks."""
-        return self._reachable.plan(past)
 
 
 def _committed_entries(files: RunFiles) -> tuple[Entry, ...]:
@@ -102,7 +94,7 @@ def find_past(
     if not past:
         raise ConfigError(f"{where}: no whole version is on disk yet")
     newest = past[max(past)]
-    available = sorted(item.number for item in past.values() if any(not run.lack(item) for run in runs))
+    available = sorted(item.number for item in past.values() if any(not run.reachable.lack(item) for run in runs))
     if version is None and step is None:
         version = max(available, default=newest.number)
     if version is None:
@@ -120,7 +112,7 @@ def find_past(
         )
     lack = "" if version in past else "the ledger's entries of that time, which are summed up"
     for run in runs if not lack else ():
-        lack = run.lack(past[version])
+        lack = run.reachable.lack(past[version])
         if not lack:
             return run, past[version]
     if not available:

@@ -181,7 +181,7 @@ def read_past(
     while True:
         run, past = find_past(folders, version=version, step=step)
         try:
-            parameters, checks = compute(run.files, run.plan(past), lambda: None)
+            parameters, checks = compute(run.files, run.reachable.plan(past), lambda: None)
             break
         except StorageError:
             files, tries = RunFiles.read(run.files.folder), tries - 1

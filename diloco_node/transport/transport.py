@@ -91,7 +91,7 @@ class GrpcTransport:
         peers: the other regions, each with `host:port`, or None where we can't dial.
         handler: gets what arrives. executor: threads for compression and decoding.
         is_advertised: the others know our address. If not, we dial at once instead of giving them the first turn.
-        times: deadlines. seed: of the jitter between dials. budget: see `set_budget`.
+        times: deadlines. seed: of the jitter between dials. budget: see `Pacer.set_plan`.
         connections: for bulk to each peer that we dial; None: as many as a link is worth (`transport.connections`).
         superseded: called once, when most of the peers are linked with a newer process that has our certificate.
         role: of this process; the others must have the same.
@@ -268,15 +268,6 @@ class GrpcTransport:
     def traffic(self) -> dict[str, PeerTraffic]:
         """Wire bytes per peer since start, as of a second ago at most."""
         return {peer: self.pacer.traffic(peer) for peer in self.links}
-
-    @property
-    def budget(self) -> BudgetPlan:
-        """The bandwidth budget that holds now."""
-        return self.pacer.plan
-
-    def set_budget(self, plan: BudgetPlan) -> None:
-        """Change the bandwidth budget from now on."""
-        self.pacer.set_plan(plan)
 
     async def give_way(self) -> None:
         """Before each transfer of a measurement: wait while rounds or recovery are on their way to any peer.

@@ -67,7 +67,7 @@ class World:
             assert region.errors == [], region.errors
 
     def describe(self) -> dict[str, Any]:
-        views = {name: region.node.view() for name, region in self.regions.items()}
+        views = {name: region.node.core.view() for name, region in self.regions.items()}
         return {name: (view.role, view.versions, view.waiting, view.finished) for name, view in views.items()}
 
     def committed(self) -> int:
@@ -104,7 +104,7 @@ class World:
         assert report.faults == ()
         assert report.merged > 0
         for region in self.regions.values():
-            view = region.node.view()
+            view = region.node.core.view()
             assert view.digest_differences == 0
             assert region.node.effects.stripes.table.buffered_bytes() == 0
             assert region.node.effects.fetcher.serves == 0
@@ -152,7 +152,7 @@ def test_three_regions_train_one_model_to_the_end(play: Play) -> None:
         assert rounds >= 2 * STEPS // 8 - 2
         for region in world.regions.values():
             assert region.learner.step >= STEPS - 5
-            assert (region.node.view().participation[0].ratio or 0.0) > 0.9
+            assert (region.node.core.view().participation[0].ratio or 0.0) > 0.9
             assert region.notes.alarms == 0, list(region.notes.last)
 
     play(scenario)
@@ -292,7 +292,7 @@ def test_an_order_to_end_outlives_the_daemon_that_took_it(play: Play) -> None:
         for peer in ("b", "c"):
             world.network.heal("a", peer)
         await world.finish()
-        assert {one.node.view().finished for one in world.regions.values()} == {"enough"}
+        assert {one.node.core.view().finished for one in world.regions.values()} == {"enough"}
         assert json.loads((region.folder / WISHES_NAME).read_text()) == {}, "an extension of the run is not ended by it"
 
     play(scenario)
@@ -335,11 +335,12 @@ def test_a_region_that_is_cut_off_at_the_end_still_gets_what_it_lacks(play: Play
         for peer in ("a", "b"):
             world.network.cut("c", peer)
         await world.until(
-            "the others have finished", lambda: all(world.regions[name].node.view().is_final for name in ("a", "b"))
+            "the others have finished",
+            lambda: all(world.regions[name].node.core.view().is_final for name in ("a", "b")),
         )
         await asyncio.sleep(8.0)
         assert not world.regions["a"].has_finished
-        assert not world.regions["c"].node.view().is_final
+        assert not world.regions["c"].node.core.view().is_final
         for peer in ("a", "b"):
             world.network.heal("c", peer)
         await world.finish()
@@ -363,9 +364,9 @@ def test_a_region_that_comes_when_the_others_are_gone_gets_the_end_from_those_th
             await region.stop_daemon()
             await region.start_daemon(is_serving=True)
         await asyncio.sleep(2 * LINGER_S)
-        assert all(region.node.view().is_final and not region.has_finished for region in regions)
+        assert all(region.node.core.view().is_final and not region.has_finished for region in regions)
         assert late.learner.step > 2 * STEPS
-        assert not late.node.view().finished
+        assert not late.node.core.view().finished
         for region in regions:
             world.network.heal("c", region.name)
         await world.finish()
@@ -376,7 +377,7 @@ def test_a_region_that_comes_when_the_others_are_gone_gets_the_end_from_those_th
 def test_a_finished_run_goes_on_with_more_steps_and_keeps_its_momentum(play: Play) -> None:
     async def scenario(world: World) -> None:
         await world.finish()
-        versions = world.regions["a"].node.view().versions
+        versions = world.regions["a"].node.core.view().versions
         models = {name: (region.folder / FINAL_NAME).read_bytes() for name, region in world.regions.items()}
         for region in world.regions.values():
             await region.stop_daemon()
@@ -387,7 +388,7 @@ def test_a_finished_run_goes_on_with_more_steps_and_keeps_its_momentum(play: Pla
             region.learner = FakeLearner(region, seed, 0.05)
             await region.start_daemon()
             region.spawn(region.learner.live(), "learner")
-        await world.until("the run goes on", lambda: world.regions["a"].node.view().versions > versions)
+        await world.until("the run goes on", lambda: world.regions["a"].node.core.view().versions > versions)
         parameters = world.regions["a"].node.parameters
         assert all(momentum.any() for momentum in parameters.momentum)
         await world.finish()

@@ -104,7 +104,7 @@ async def test_the_number_follows_what_the_link_is_worth_and_never_falls(
     monkeypatch.setattr(link_stats, "buffer_bytes", lambda: 8 * MIB)
     a, at_a, _, at_b = await mesh.pair()
     state = a.pacer.link_watch("b")
-    a.set_budget(BudgetPlan(RateLimits(egress=10**9, ingress=10**6)))
+    a.pacer.set_plan(BudgetPlan(RateLimits(egress=10**9, ingress=10**6)))
     take, state.take = state.take, lambda *_, **__: None  # type: ignore[method-assign]
     state.rtt_min_ns = 12_000_000
     await eventually(lambda: a.peer_status()["b"].connections == 3)

@@ -11,7 +11,7 @@ has a member that the ledger does not name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from diloco_node.core.bounds import REVOKED
 from diloco_node.core.effects_buffer import EffectBuffer
@@ -22,9 +22,10 @@ from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.membership import member_change
 from diloco_node.core.membership.liveness import Liveness
-from diloco_node.core.membership.settings_change import Merges, SettingsChange
+from diloco_node.core.membership.settings_change import SettingsChange
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import EVICTED, EXPELLED, DiskNamedBody, FolderLife, RevokedBody
 
@@ -48,14 +49,6 @@ def incarnation_min(newest: int, replacements: int) -> int:
     return newest + 1 + LIVES_UNKNOWN_MAX * replacements
 
 
-class Rounds(Merges, Protocol):
-    """The open rounds of a leader (`core.rounds.leader`)."""
-
-    def let_go(self, region: str) -> bool:
-        """Leave a region out of new ballots; whether no open round has it any more."""
-        ...
-
-
 class DiskReplacement:
     """The leader's side: which change of the view is due. Asked with each heartbeat."""
 
@@ -63,7 +56,7 @@ class DiskReplacement:
         self,
         ledger: LedgerCore,
         history: RoundHistory,
-        rounds: Rounds,
+        rounds: RoundLeader,
         *,
         heartbeat_ns: int,
         roster_fault: Callable[[Roster], str],

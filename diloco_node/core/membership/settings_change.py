@@ -7,14 +7,13 @@ ballots, and puts the settings behind them. Merges go on when they are committed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Final
 
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.rounds.open_round import OpenRound
+from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.settings_body import SettingsBody
 
 HOLD_NS: Final = 60_000_000_000
@@ -22,32 +21,10 @@ HOLD_NS: Final = 60_000_000_000
 majority; then an order is dropped, for no merge is decided in the meantime."""
 
 
-class Merges(Protocol):
-    """The merges of a leader (`core.rounds.leader`)."""
-
-    @property
-    def rounds(self) -> Mapping[int, OpenRound]:
-        """Open rounds by fragment."""
-        ...
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether the last rounds are being held."""
-        ...
-
-    def hold_merges(self, *, now_ns: int) -> bool:
-        """Decide no merge from now on; whether none is decided and not committed."""
-        ...
-
-    def go_on(self, *, now_ns: int) -> None:
-        """Decide merges again."""
-        ...
-
-
 class SettingsChange:
     """The leader's side; see the module."""
 
-    def __init__(self, ledger: LedgerCore, history: RoundHistory, merges: Merges) -> None:
+    def __init__(self, ledger: LedgerCore, history: RoundHistory, merges: RoundLeader) -> None:
         self._ledger, self._history, self._merges = ledger, history, merges
         # Ordered, and not in the ledger yet.
         self._body: SettingsBody | None = None

@@ -159,7 +159,7 @@ class Answers:
             contribution,
             report=self._liveness.learner(peer),
             reports=[status for status in statuses if status is not None],
-            incarnation_known=self._history.incarnation(peer),
+            incarnation_known=self._history.account.newest_incarnation(peer),
         )
 
     def _refuse(self, round_: OpenRound, peer: str, reason: str) -> None:

@@ -157,7 +157,7 @@ class DiscardDesk:
             return False
         if self._spent.get(body.learner, 0) >= DEATHS_AT_ONCE * len(self._history.versions):
             return False
-        newest = self._history.incarnation(body.learner)
+        newest = self._history.account.newest_incarnation(body.learner)
         if self._history.discard_fault(body) or discard_claim_fault(body, incarnation_known=newest):
             return False
         self._spent[body.learner] = self._spent.get(body.learner, 0) + 1

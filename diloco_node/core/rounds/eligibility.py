@@ -203,18 +203,14 @@ class Eligibility:
 
     def observe_incarnation(self, learner: str, incarnation: int) -> None:
         """Learn that this incarnation is there, or will be the next: older ones are over."""
-        if not is_plausible_incarnation(incarnation, self._history.incarnation(learner)):
+        if not is_plausible_incarnation(incarnation, self._history.account.newest_incarnation(learner)):
             return
-        newest = max(incarnation, self._history.incarnation(learner), self._incarnations.get(learner, 0))
+        newest = max(incarnation, self._history.account.newest_incarnation(learner), self._incarnations.get(learner, 0))
         self._incarnations[learner] = newest
 
     def incarnation_min(self, learner: str) -> int:
         """The oldest incarnation of the learner that may not be over."""
         return self._incarnations.get(learner, 0)
-
-    def reaches(self, region: str, *, now_ns: int) -> bool:
-        """Whether the leader and the region hear each other."""
-        return self._liveness.reach_each_other(self._region, region, now_ns=now_ns)
 
     def reachability(self, *, now_ns: int, exclude: Collection[str] = (), probe: str = "") -> Reachability:
         """Assess the regions, without suspended ones and without reducers that are behind or leave.

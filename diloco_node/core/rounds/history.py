@@ -219,14 +219,6 @@ class RoundHistory:
         """Whether the version came of the run's last round of the fragment."""
         return version == self._last_rounds[fragment]
 
-    def incarnation(self, learner: str) -> int:
-        """Return the newest incarnation of the learner in the ledger; -1 if it is not in it."""
-        return self.account.newest_incarnation(learner)
-
-    def steps_before(self, learner: str, incarnation: int) -> int:
-        """Return the steps of the learner's earlier incarnations in the ledger: how far each got in any fragment."""
-        return self.account.steps_before(learner, incarnation)
-
     def included_snapshot(self, learner: str, incarnation: int, fragment: int, *, base: int, version: int) -> int:
         """Return the incarnation's last snapshot that versions (base, version] include; -1 if they include none.
 
@@ -243,7 +235,7 @@ class RoundHistory:
             contribution: the learner's offer. version: the new version of the round.
             incarnation_min: older incarnations of the learner are over, and their steps are booked as discarded.
         """
-        if contribution.incarnation < max(incarnation_min, self.incarnation(contribution.learner)):
+        if contribution.incarnation < max(incarnation_min, self.account.newest_incarnation(contribution.learner)):
             return f"incarnation {contribution.incarnation} of {contribution.learner} is over"
         if not 0 <= contribution.base_version < version:
             return f"base version {contribution.base_version} for a round to version {version}"

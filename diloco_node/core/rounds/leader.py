@@ -478,7 +478,7 @@ class RoundLeader:
             self._effects.send_all(round_.late_reducers(), round_.decision)
 
     def _reaches(self, region: str, now_ns: int) -> bool:
-        return self._eligibility.reaches(region, now_ns=now_ns)
+        return self._liveness.reach_each_other(self._region, region, now_ns=now_ns)
 
     def _stripes(self, fragment: int, reachability: Reachability) -> tuple[Stripe, ...]:
         layout = self._fragments[fragment]

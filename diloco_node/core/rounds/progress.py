@@ -93,11 +93,11 @@ class RunProgress:
 
         They come from its last report; without one, and before its incarnation, from the ledger.
         """
-        in_ledger = self._history.steps_before(name, INCARNATION_MAX + 1)
+        in_ledger = self._history.account.steps_before(name, INCARNATION_MAX + 1)
         status = self._liveness.learner(name)
         if status is None:
             return in_ledger
-        return max(in_ledger, status.step + self._history.steps_before(name, status.incarnation))
+        return max(in_ledger, status.step + self._history.account.steps_before(name, status.incarnation))
 
 
 def lower_median(values: list[int]) -> int:

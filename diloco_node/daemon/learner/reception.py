@@ -88,7 +88,7 @@ class Reception:
     @property
     def known_incarnation(self) -> int:
         """The newest incarnation of the own learner that the ledger knows of; -1 if none."""
-        return self._core.history.incarnation(self._spec.region)
+        return self._core.history.account.newest_incarnation(self._spec.region)
 
     @property
     def waits_for_peers(self) -> bool:

@@ -33,7 +33,7 @@ def log_end(core: Any) -> tuple[int, int]:
 
 def merged_incarnation(core: Any, learner: str) -> int:
     """The newest incarnation of the learner in its ledger; -1 if there is none."""
-    incarnation: int = core.history.incarnation(learner)
+    incarnation: int = core.history.account.newest_incarnation(learner)
     return incarnation
 
 

@@ -143,11 +143,14 @@ class EgressBudget:
     """Region, then peer, then lane. See the module's docstring for who calls what.
 
     Args:
-        peers: their names. now_ns: when it starts. Without `set_region_rate` and `set_limit` there is no limit.
+        peers: their names. now_ns: when it starts. There is no limit at first.
+
+    Attributes:
+        region: the bucket of all peers together.
     """
 
     def __init__(self, peers: Iterable[str], *, now_ns: int) -> None:
-        self._region = TokenBucket(None, now_ns=now_ns)
+        self.region = TokenBucket(None, now_ns=now_ns)
         self._peers: dict[str, _PeerBudget] = {}
         self._requests = 0
         for peer in sorted(peers):
@@ -156,15 +159,6 @@ class EgressBudget:
     def add_peer(self, peer: str, *, now_ns: int) -> None:
         """Send to one more peer, which has no limit of its own yet."""
         self._peers[peer] = _PeerBudget(TokenBucket(None, now_ns=now_ns))
-
-    @property
-    def region_rate_bytes_per_s(self) -> int | None:
-        """The ceiling of all peers together; None: no limit."""
-        return self._region.rate_bytes_per_s
-
-    def set_region_rate(self, rate_bytes_per_s: int | None, *, now_ns: int) -> None:
-        """Change the ceiling of all peers together; None: no limit."""
-        self._region.set_rate(rate_bytes_per_s, now_ns=now_ns)
 
     def set_limit(self, peer: str, source: LimitSource, rate_bytes_per_s: int | None, *, now_ns: int) -> None:
         """Change one of the limits of a peer; None takes it away."""
@@ -177,21 +171,17 @@ class EgressBudget:
 
     def set_lateness(self, late_ns: int, *, now_ns: int) -> None:
         """How late the caller's timers are: what a late one misses may follow at once, within BURST_NS_MAX."""
-        self._region.set_lateness(late_ns, now_ns=now_ns)
+        self.region.set_lateness(late_ns, now_ns=now_ns)
         for entry in self._peers.values():
             entry.bucket.set_lateness(late_ns, now_ns=now_ns)
 
-    def lost_bytes(self, *, now_ns: int) -> int:
-        """Return what the region's ceiling would have let through since start, and nobody sent in time."""
-        return self._region.lost_bytes(now_ns=now_ns)
-
     def is_limited(self, peer: str) -> bool:
         """Whether anything limits what this peer gets."""
-        return self._region.rate_bytes_per_s is not None or self._peers[peer].bucket.rate_bytes_per_s is not None
+        return self.region.rate_bytes_per_s is not None or self._peers[peer].bucket.rate_bytes_per_s is not None
 
     def rate_bytes_per_s(self, peer: str) -> int | None:
         """Return the rate that this peer may get if nobody else wants anything; None: no limit."""
-        rates = (self._region.rate_bytes_per_s, self._peers[peer].bucket.rate_bytes_per_s)
+        rates = (self.region.rate_bytes_per_s, self._peers[peer].bucket.rate_bytes_per_s)
         return min((rate for rate in rates if rate is not None), default=None)
 
     def piece_bytes(self, peer: str) -> int:
@@ -204,12 +194,12 @@ class EgressBudget:
         Returns: whether it goes; it counts as sent then, and nothing has changed if not.
         """
         entry = self._peers[peer]
-        rivals = (entry,) if self._region.rate_bytes_per_s is None else self._peers.values()
+        rivals = (entry,) if self.region.rate_bytes_per_s is None else self._peers.values()
         return not any(rival.waiting for rival in rivals) and self._spend(entry, lane, handed_bytes, now_ns)
 
     def _spend(self, entry: _PeerBudget, lane: BudgetLane, handed_bytes: int, now_ns: int) -> bool:
         wire_bytes = entry.overhead.wire_bytes(handed_bytes)
-        if any(bucket.ready_at_ns(wire_bytes, now_ns=now_ns) > now_ns for bucket in (entry.bucket, self._region)):
+        if any(bucket.ready_at_ns(wire_bytes, now_ns=now_ns) > now_ns for bucket in (entry.bucket, self.region)):
             return False
         self._charge(entry, wire_bytes, now_ns)
         entry.unlearnt_bulk_bytes += handed_bytes
@@ -275,7 +265,7 @@ class EgressBudget:
 
     def _region_ready_at_ns(self, piece: _WaitingPiece, now_ns: int) -> int:
         wire_bytes = self._peers[piece.peer].overhead.wire_bytes(piece.handed_bytes)
-        return self._region.ready_at_ns(wire_bytes, now_ns=now_ns)
+        return self.region.ready_at_ns(wire_bytes, now_ns=now_ns)
 
     def charge_control(self, peer: str, handed_bytes: int, *, now_ns: int) -> None:
         """A frame of the control lane goes out: it does not wait, bulk waits for it."""
@@ -317,7 +307,7 @@ class EgressBudget:
 
     def _charge(self, entry: _PeerBudget, wire_bytes: int, now_ns: int) -> None:
         entry.bucket.charge(wire_bytes, now_ns=now_ns)
-        self._region.charge(wire_bytes, now_ns=now_ns)
+        self.region.charge(wire_bytes, now_ns=now_ns)
 
     def use(self, peer: str) -> PeerUse:
         """The limit, demand and use of a peer; the counters are the live ones."""

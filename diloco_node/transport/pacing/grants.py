@@ -72,31 +72,25 @@ class _Grant:
 class IngressGrants:
     """Shares of the ingress ceiling, and the back-stop.
 
-    After every call of `set_rate`, `set_peer_rate`, `demand_reported`, `connected`, `lost`, `measured`, and at
-    `wake_at_ns`: send what `due` returns.
+    After every change of the region's rate, every call of `set_peer_rate`, `demand_reported`, `connected`, `lost` and
+    `measured`, and at `wake_at_ns`: send what `due` returns.
 
     Args:
-        peers: their names. now_ns: when it starts. There is no limit before `set_rate`.
+        peers: their names. now_ns: when it starts. There is no limit at first.
+
+    Attributes:
+        region: the bucket of all peers together.
     """
 
     def __init__(self, peers: Iterable[str], *, now_ns: int) -> None:
         self._peers: dict[str, _Grant] = {}
-        self._region = TokenBucket(None, now_ns=now_ns)
+        self.region = TokenBucket(None, now_ns=now_ns)
         for peer in sorted(peers):
             self.add_peer(peer, now_ns=now_ns)
 
     def add_peer(self, peer: str, *, now_ns: int) -> None:
         """Share with one more peer, which is not connected yet."""
         self._peers[peer] = _Grant(TokenBucket(None, now_ns=now_ns))
-
-    @property
-    def rate_bytes_per_s(self) -> int | None:
-        """The ceiling; None: no limit."""
-        return self._region.rate_bytes_per_s
-
-    def set_rate(self, rate_bytes_per_s: int | None, *, now_ns: int) -> None:
-        """Change the ceiling of all peers together; None: no limit."""
-        self._region.set_rate(rate_bytes_per_s, now_ns=now_ns)
 
     def set_peer_rate(self, peer: str, rate_bytes_per_s: int | None) -> None:
         """Change what one peer may send at most; None: no limit of its own."""
@@ -141,10 +135,10 @@ class IngressGrants:
     def targets(self, *, now_ns: int) -> dict[str, int]:
         """Return the rate that each connected peer should have, UNLIMITED without a limit."""
         entries = {peer: entry for peer, entry in self._peers.items() if entry.is_connected}
-        rate = self._region.rate_bytes_per_s
+        rate = self.region.rate_bytes_per_s
         if rate is None:
             return {peer: entry.peer_rate or UNLIMITED for peer, entry in entries.items()}
-        debt = self._region.debt_bytes(now_ns=now_ns) - rate * DEBT_FREE_NS // NS_PER_S
+        debt = self.region.debt_bytes(now_ns=now_ns) - rate * DEBT_FREE_NS // NS_PER_S
         free = rate - min(max(0, debt), rate // 2)
         busy = {peer: entry.demand_bytes_per_s for peer, entry in entries.items() if entry.demand_bytes_per_s}
         idle = [peer for peer in entries if peer not in busy]
@@ -169,7 +163,7 @@ class IngressGrants:
 
     def _give(self, peer: str, target: int, now_ns: int) -> int | None:
         entry = self._peers[peer]
-        rate = self._region.rate_bytes_per_s
+        rate = self.region.rate_bytes_per_s
         if rate is not None:
             rest_bytes = sum(rival.in_use(now_ns) for name, rival in self._peers.items() if name != peer)
             room = max(1, rate - rest_bytes)
@@ -206,7 +200,7 @@ class IngressGrants:
         read, entry.unlearnt_bytes = entry.unlearnt_bytes, 0
         if read >= ALLOWANCE_BYTES:
             entry.overhead.learn(read, new)
-        self._region.charge(new, now_ns=now_ns)
+        self.region.charge(new, now_ns=now_ns)
 
 
 def max_min(total: int, caps: Mapping[str, int]) -> dict[str, int]:

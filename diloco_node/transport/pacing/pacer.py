@@ -155,17 +155,17 @@ class Pacer:
     def _follow_plan(self) -> None:
         """Set the ceilings of this minute, where they have changed."""
         limits, now_ns = self.plan.limits_at(self._minute_of_day()), self._now_ns()
-        if limits.egress != self._egress.region_rate_bytes_per_s:
+        if limits.egress != self._egress.region.rate_bytes_per_s:
             self._count_use(now_ns)
-            self._egress.set_region_rate(limits.egress, now_ns=now_ns)
+            self._egress.region.set_rate(limits.egress, now_ns=now_ns)
             _log.info("budget", egress_bytes_per_s=limits.egress)
-        if limits.ingress != self._grants.rate_bytes_per_s:
-            self._grants.set_rate(limits.ingress, now_ns=now_ns)
+        if limits.ingress != self._grants.region.rate_bytes_per_s:
+            self._grants.region.set_rate(limits.ingress, now_ns=now_ns)
             _log.info("budget", ingress_bytes_per_s=limits.ingress)
 
     def _ceiling_out(self, peer: str) -> int | None:
         """Return the most that may be sent to a peer, by our own budget; None: no limit."""
-        return _least(self._egress.region_rate_bytes_per_s, self.plan.peer_limits(peer).egress)
+        return _least(self._egress.region.rate_bytes_per_s, self.plan.peer_limits(peer).egress)
 
     # ---- sending -----------------------------------------------------------------------------------------------------
 
@@ -194,7 +194,10 @@ class Pacer:
         self._report_demand(peer)
         if not self._is_busy:
             self._is_busy = True
-            self._used_before, self._lost_before = self._used_now(), self._egress.lost_bytes(now_ns=self._now_ns())
+            self._used_before, self._lost_before = (
+                self._used_now(),
+                self._egress.region.lost_bytes(now_ns=self._now_ns()),
+            )
             self._woken.set()
 
     def transfer_ended(self, peer: str, raw_bytes: int) -> None:
@@ -297,7 +300,10 @@ class Pacer:
 
     def target_connections(self, peer: str) -> int:
         """How many bulk connections the link is worth, by what is known of it now."""
-        out, into = self._ceiling_out(peer), _least(self._grants.rate_bytes_per_s, self.plan.peer_limits(peer).ingress)
+        out, into = (
+            self._ceiling_out(peer),
+            _least(self._grants.region.rate_bytes_per_s, self.plan.peer_limits(peer).ingress),
+        )
         ceiling = None if out is None or into is None else max(out, into)
         return self.link_watch(peer).target_connections(ceiling_bytes_per_s=ceiling)
 
@@ -353,7 +359,9 @@ class Pacer:
     async def run(self) -> None:
         """Read the kernel's counters now and then. Ends only by cancellation."""
         while True:
-            is_limited = self._egress.region_rate_bytes_per_s is not None or self._grants.rate_bytes_per_s is not None
+            is_limited = (
+                self._egress.region.rate_bytes_per_s is not None or self._grants.region.rate_bytes_per_s is not None
+            )
             if is_limited or any(state.transfers for state in self._peers.values()):
                 await asyncio.sleep(SAMPLE_BUSY_S)
             else:
@@ -416,8 +424,8 @@ class Pacer:
         """Add up what was used and what the ceiling allowed while something waited to be sent."""
         if not self._is_busy:
             return
-        rate, used_bytes = self._egress.region_rate_bytes_per_s, self._used_now()
-        lost_bytes = self._egress.lost_bytes(now_ns=now_ns)
+        rate, used_bytes = self._egress.region.rate_bytes_per_s, self._used_now()
+        lost_bytes = self._egress.region.lost_bytes(now_ns=now_ns)
         if rate is not None:
             self._used_bytes += used_bytes - self._used_before
             self._allowed_bytes += used_bytes - self._used_before + lost_bytes - self._lost_before

@@ -125,6 +125,6 @@ def test_steps_of_earlier_incarnations_are_counted_once_each() -> None:
         DiscardedBody("a", 2, 0, 0, 7, 1, "died"),
         DiscardedBody("b", 1, 0, 0, 99, 1, "died"),
     )
-    assert history.steps_before("a", 3) == 12 + 7
-    assert history.steps_before("a", 2) == 12
-    assert history.steps_before("a", 1) == 0
+    assert history.account.steps_before("a", 3) == 12 + 7
+    assert history.account.steps_before("a", 2) == 12
+    assert history.account.steps_before("a", 1) == 0

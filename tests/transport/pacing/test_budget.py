@@ -47,7 +47,7 @@ def test_the_overhead_begins_with_six_percent_and_follows_what_the_kernel_counts
 
 def test_what_the_overhead_did_not_foresee_is_charged() -> None:
     budget = EgressBudget(["b"], now_ns=0)
-    budget.set_region_rate(10**6, now_ns=0)
+    budget.region.set_rate(10**6, now_ns=0)
     assert budget.try_spend("b", ROUNDS, 10_000, now_ns=NS_PER_S)
     budget.learn_overhead("b", data_bytes=10_600, other_bytes=0, now_ns=NS_PER_S)
     assert budget.use("b").correction_bytes == 0
@@ -62,7 +62,7 @@ def test_what_the_overhead_did_not_foresee_is_charged() -> None:
 
 def test_with_large_headers_a_sender_stays_below_the_ceiling_by_the_kernels_count() -> None:
     rate, budget, now_ns = 1_250_003, EgressBudget(["b"], now_ns=0), 0
-    budget.set_region_rate(rate, now_ns=0)
+    budget.region.set_rate(rate, now_ns=0)
     sent, data, other, sampled_ns = [], 0, 0, 0
     while now_ns < 40 * NS_PER_S:
         size = budget.piece_bytes("b")
@@ -101,7 +101,7 @@ def run(budget: EgressBudget, demands: dict[str, BudgetLane], until_ns: int, siz
 
 def test_peers_of_one_lane_share_the_region_equally() -> None:
     budget = EgressBudget("bcd", now_ns=0)
-    budget.set_region_rate(3_000_000, now_ns=0)
+    budget.region.set_rate(3_000_000, now_ns=0)
     handed = run(budget, {"b": ROUNDS, "c": ROUNDS, "d": ROUNDS}, 10 * NS_PER_S)
     assert max(handed.values()) - min(handed.values()) <= 20_000
     assert 0.97 * 30_000_000 < sum(handed.values()) * 1.06 <= 30_000_000 + burst_bytes(3_000_000)
@@ -109,7 +109,7 @@ def test_peers_of_one_lane_share_the_region_equally() -> None:
 
 def test_what_a_limited_peer_leaves_goes_to_the_others() -> None:
     budget = EgressBudget("bcd", now_ns=0)
-    budget.set_region_rate(3_000_000, now_ns=0)
+    budget.region.set_rate(3_000_000, now_ns=0)
     budget.set_limit("b", LimitSource.GRANT, 300_001, now_ns=0)
     budget.set_limit("b", LimitSource.PEER, 700_000, now_ns=0)
     handed = run(budget, {"b": ROUNDS, "c": ROUNDS, "d": ROUNDS}, 10 * NS_PER_S)
@@ -123,7 +123,7 @@ def test_what_a_limited_peer_leaves_goes_to_the_others() -> None:
 
 def test_rounds_go_before_recovery_and_measurement_but_nobody_starves() -> None:
     budget = EgressBudget("bcd", now_ns=0)
-    budget.set_region_rate(2_000_000, now_ns=0)
+    budget.region.set_rate(2_000_000, now_ns=0)
     handed = run(budget, {"b": MEASUREMENT, "c": RECOVERY, "d": ROUNDS}, 10 * NS_PER_S)
     assert handed["d"] > 0.9 * sum(handed.values())
     for peer in "bc":
@@ -134,7 +134,7 @@ def test_rounds_go_before_recovery_and_measurement_but_nobody_starves() -> None:
 def test_a_piece_goes_at_once_only_where_none_waits_for_the_same_bytes() -> None:
     budget = EgressBudget("bc", now_ns=0)
     assert budget.try_spend("b", ROUNDS, 10**9, now_ns=0), "without a limit"
-    budget.set_region_rate(10**6, now_ns=0)
+    budget.region.set_rate(10**6, now_ns=0)
     assert not budget.try_spend("b", ROUNDS, 1000, now_ns=0)
     now_ns = ready_at_ns(budget, "b", 1000, now_ns=0)
     assert not budget.try_spend("b", ROUNDS, 1000, now_ns=now_ns - 1)
@@ -144,7 +144,7 @@ def test_a_piece_goes_at_once_only_where_none_waits_for_the_same_bytes() -> None
     assert not budget.try_spend("b", ROUNDS, 1000, now_ns=now_ns)
     budget.request("c", RECOVERY, 30_000, (), now_ns=now_ns)
     assert not budget.try_spend("b", ROUNDS, 1000, now_ns=now_ns + 10 * MS), "c waits for the region's"
-    budget.set_region_rate(None, now_ns=now_ns)
+    budget.region.set_rate(None, now_ns=now_ns)
     assert budget.try_spend("b", ROUNDS, 1000, now_ns=now_ns + 10 * MS), "c waits for nothing of b's"
     assert not budget.try_spend("c", ROUNDS, 1000, now_ns=now_ns + 10 * MS)
 
@@ -152,7 +152,7 @@ def test_a_piece_goes_at_once_only_where_none_waits_for_the_same_bytes() -> None
 def test_what_goes_at_once_and_what_asked_keep_to_the_same_ceiling() -> None:
     rate, now_ns = 1_125_001, 0
     budget, sent = EgressBudget("b", now_ns=0), []
-    budget.set_region_rate(rate, now_ns=0)
+    budget.region.set_rate(rate, now_ns=0)
     budget.set_lateness(40 * MS, now_ns=0)
     while now_ns < 20 * NS_PER_S:
         size = budget.piece_bytes("b")
@@ -169,7 +169,7 @@ def test_what_goes_at_once_and_what_asked_keep_to_the_same_ceiling() -> None:
 
 def test_pieces_that_wait_are_level_when_none_of_them_comes_before_another() -> None:
     budget = EgressBudget("bcd", now_ns=0)
-    budget.set_region_rate(1, now_ns=0)
+    budget.region.set_rate(1, now_ns=0)
     assert budget.is_level()
     budget.request("b", ROUNDS, 10, (1, 2), now_ns=0)
     assert budget.is_level()
@@ -184,7 +184,7 @@ def test_pieces_that_wait_are_level_when_none_of_them_comes_before_another() -> 
 
 def test_in_a_lane_the_most_urgent_goes_first_and_equals_take_turns() -> None:
     budget = EgressBudget("bcd", now_ns=0)
-    budget.set_region_rate(10**6, now_ns=0)
+    budget.region.set_rate(10**6, now_ns=0)
     for peer, ballot in (("b", (2, 9)), ("c", (2, 8)), ("d", (1, 99))):
         budget.request(peer, ROUNDS, 29_000, ballot, now_ns=0)
     order, now_ns = [], 0
@@ -196,7 +196,7 @@ def test_in_a_lane_the_most_urgent_goes_first_and_equals_take_turns() -> None:
 
 def test_a_small_piece_does_not_slip_past_a_large_one_that_waits_for_the_region() -> None:
     budget = EgressBudget("bc", now_ns=0)
-    budget.set_region_rate(10**6, now_ns=0)
+    budget.region.set_rate(10**6, now_ns=0)
     budget.request("b", ROUNDS, 25_000, (), now_ns=0)
     budget.request("c", RECOVERY, 10, (), now_ns=0)
     assert budget.release(now_ns=10 * MS) == []
@@ -205,7 +205,7 @@ def test_a_small_piece_does_not_slip_past_a_large_one_that_waits_for_the_region(
 
 def test_a_piece_that_is_withdrawn_leaves_its_place() -> None:
     budget = EgressBudget("b", now_ns=0)
-    budget.set_region_rate(1000, now_ns=0)
+    budget.region.set_rate(1000, now_ns=0)
     budget.request("b", ROUNDS, 500, (), now_ns=0)
     with pytest.raises(AssertionError, match="waits in lane ROUNDS already"):
         budget.request("b", ROUNDS, 500, (), now_ns=0)
@@ -217,7 +217,7 @@ def test_a_piece_that_is_withdrawn_leaves_its_place() -> None:
 
 def test_control_never_waits_and_bulk_waits_for_it() -> None:
     budget = EgressBudget("b", now_ns=0)
-    budget.set_region_rate(100_000, now_ns=0)
+    budget.region.set_rate(100_000, now_ns=0)
     free_ns = ready_at_ns(budget, "b", 1000, now_ns=NS_PER_S)
     assert free_ns == NS_PER_S
     for _ in range(100):
@@ -246,7 +246,7 @@ def test_whatever_is_asked_the_region_and_every_peer_keep_their_ceilings(seed: i
     peers = {"b": 700_001, "c": 300_007, "d": None}
     region = rng.choice([499_999, 1_000_003, 5_000_011])
     budget = EgressBudget(peers, now_ns=0)
-    budget.set_region_rate(region, now_ns=0)
+    budget.region.set_rate(region, now_ns=0)
     for peer, rate in peers.items():
         budget.set_limit(peer, LimitSource.PEER, rate, now_ns=0)
     now_ns, sizes = 0, {}

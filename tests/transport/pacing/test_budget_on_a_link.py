@@ -246,7 +246,7 @@ async def test_a_budget_that_is_raised_lets_a_waiting_transfer_go(mesh: Mesh) ->
     moving = asyncio.create_task(a.transfer("b", Payload(0, 0, bytes(32)), memoryview(os.urandom(4 * MB))))
     await asyncio.sleep(0.05)
     assert not moving.done()
-    a.set_budget(BudgetPlan())
+    a.pacer.set_plan(BudgetPlan())
     assert a.budget == BudgetPlan()
     await asyncio.wait_for(moving, DEADLINE_S)
     assert len(await whole_headers(b_handler, 1)) == 1

@@ -25,7 +25,7 @@ RATE = 999_900
 def connected(peers: str, rate: int | None = RATE, *, now_ns: int = 0) -> IngressGrants:
     """All peers are there and have been told, and have settled by one second later."""
     grants = IngressGrants(peers, now_ns=now_ns)
-    grants.set_rate(rate, now_ns=now_ns)
+    grants.region.set_rate(rate, now_ns=now_ns)
     for peer in peers:
         grants.link_up(peer)
     grants.due(now_ns=now_ns)
@@ -101,7 +101,7 @@ def test_a_share_grows_only_after_the_others_had_time_to_shrink() -> None:
 def test_what_may_be_in_use_never_adds_up_to_more_than_the_ceiling(seed: int) -> None:
     rng = random.Random(seed)
     grants = IngressGrants("abcd", now_ns=0)
-    grants.set_rate(RATE, now_ns=0)
+    grants.region.set_rate(RATE, now_ns=0)
     granted_rates: dict[str, list[tuple[int, int]]] = {peer: [] for peer in "abcd"}
     is_up = dict.fromkeys("abcd", False)
     now_ns = 0
@@ -158,7 +158,7 @@ def test_without_a_ceiling_nothing_is_granted() -> None:
 
 def test_a_ceiling_that_is_taken_away_is_granted_as_no_limit() -> None:
     grants = connected("ab")
-    grants.set_rate(None, now_ns=NS_PER_S)
+    grants.region.set_rate(None, now_ns=NS_PER_S)
     assert grants.due(now_ns=NS_PER_S) == [("a", UNLIMITED), ("b", UNLIMITED)]
     grants.count_arrival("a", 10**9, now_ns=NS_PER_S)
     assert grants.read_at_ns("a", now_ns=NS_PER_S) == NS_PER_S
