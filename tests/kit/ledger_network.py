@@ -10,12 +10,13 @@ from typing import cast
 from diloco_node.core.events import Effect, LedgerPersisted, MessageArrived, Note, PersistLedger, Send, TimerFired
 from diloco_node.core.ledger.entry_gate import Meaning
 from diloco_node.core.ledger.raft import LedgerCore
-from diloco_node.core.membership.replacement import DiskReplacement, Rounds
+from diloco_node.core.membership.replacement import DiskReplacement
 from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.types import Entry, EntryBody, GenesisBody, RoundBody
 from tests.kit.ledger_kit import HEARTBEAT_NS, TIMEOUT_NS, a_core, a_discard, a_round, disk_of
 
-NO_ROUNDS = cast(Rounds, SimpleNamespace(let_go=lambda _: True))
+NO_ROUNDS = cast(RoundLeader, SimpleNamespace(let_go=lambda _: True))
 """Of a leader that merges nothing."""
 
 

@@ -10,30 +10,16 @@ left, and a majority of the others must have missed the region themselves.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from diloco_node.core.types import EVICTED, DiskNamedBody, EntryBody
 from diloco_node.numeric import NS_PER_S
 
+if TYPE_CHECKING:  # which asks, and has one of these
+    from diloco_node.core.membership.liveness import Liveness
+
 EVICT_AFTER_NS: Final = 1800 * NS_PER_S
 """Away for so long, by what this region and all others hear, a voter loses its vote."""
-
-
-class Hearing(Protocol):
-    """The regions that are heard now (`liveness.Liveness`)."""
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        """All other regions."""
-        ...
-
-    def is_alive(self, region: str, *, now_ns: int) -> bool:
-        """Whether this region hears another one."""
-        ...
-
-    def hears(self, listener: str, speaker: str, *, now_ns: int) -> bool:
-        """Whether another region says that it hears a third one."""
-        ...
 
 
 class Absence:
@@ -46,7 +32,7 @@ class Absence:
         self._present_ns: dict[str, int] = {}
         self._watched_ns = 0
 
-    def watch(self, hearing: Hearing, *, now_ns: int) -> None:
+    def watch(self, hearing: Liveness, *, now_ns: int) -> None:
         """Note who is there. A process that stood still begins anew."""
         if now_ns - self._watched_ns >= EVICT_AFTER_NS // 2:
             self._heard_ns.clear()

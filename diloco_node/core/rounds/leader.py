@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Protocol, assert_never
+from typing import assert_never
 
 from diloco_node.core.merge.stripes import RoundLoad, block_count, cut_by_budget, cut_finer
 from diloco_node.core.messages import BallotOpened, LeftOut, ReusedStripe
-from diloco_node.core.projections import ContributionsProjected, Projection
+from diloco_node.core.projections import ContributionsProjected
 from diloco_node.core.rounds.agenda import Agenda, GiveUp
 from diloco_node.core.rounds.answers import Answers, BallotAnswer
 from diloco_node.core.rounds.ballot import BallotClock, encoded_bytes, plan_next
@@ -23,6 +23,7 @@ from diloco_node.core.rounds.judge import Judge
 from diloco_node.core.rounds.merging import MergeDecisions
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opening
+from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.rounds.payload_audit import PayloadAudit
 from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.suspicion import SuspicionBook
@@ -40,16 +41,6 @@ from diloco_node.core.types import (
 from diloco_node.numeric import NS_PER_S
 
 
-class LocalPayloads(Protocol):
-    """Payloads of open rounds, as far as they came to this region."""
-
-    def merged_stripes(self, fragment: int, number: Ballot) -> Mapping[int, tuple[bytes, tuple[float, ...]]]:
-        """Return (digest, squared norms per piece) of the merged stripes of a ballot that are here, by stripe."""
-
-    def projection(self, fragment: int, number: Ballot) -> Projection:
-        """Return this region's projection of a ballot's payload, as far as it is worked out."""
-
-
 class RoundLeader:
     """See the module. After every call, hand `proposals` to the ledger and ask for `wake_at_ns`.
 
@@ -61,7 +52,7 @@ class RoundLeader:
             stands still, or bulk does not reach it: merging goes on when another region leads.
     """
 
-    def __init__(self, context: RoundContext, progress: RunProgress, payloads: LocalPayloads) -> None:
+    def __init__(self, context: RoundContext, progress: RunProgress, payloads: RoundParticipant) -> None:
         self.proposals: deque[EntryBody] = deque()
         self.rounds: dict[int, OpenRound] = {}
         self.is_in_the_way = False

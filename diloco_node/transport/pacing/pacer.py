@@ -194,10 +194,8 @@ class Pacer:
         self._report_demand(peer)
         if not self._is_busy:
             self._is_busy = True
-            self._used_before, self._lost_before = (
-                self._used_now(),
-                self._egress.region.lost_bytes(now_ns=self._now_ns()),
-            )
+            self._used_before = self._used_now()
+            self._lost_before = self._egress.region.lost_bytes(now_ns=self._now_ns())
             self._woken.set()
 
     def transfer_ended(self, peer: str, raw_bytes: int) -> None:
@@ -300,10 +298,8 @@ class Pacer:
 
     def target_connections(self, peer: str) -> int:
         """How many bulk connections the link is worth, by what is known of it now."""
-        out, into = (
-            self._ceiling_out(peer),
-            _least(self._grants.region.rate_bytes_per_s, self.plan.peer_limits(peer).ingress),
-        )
+        out = self._ceiling_out(peer)
+        into = _least(self._grants.region.rate_bytes_per_s, self.plan.peer_limits(peer).ingress)
         ceiling = None if out is None or into is None else max(out, into)
         return self.link_watch(peer).target_connections(ceiling_bytes_per_s=ceiling)
 
@@ -359,10 +355,8 @@ class Pacer:
     async def run(self) -> None:
         """Read the kernel's counters now and then. Ends only by cancellation."""
         while True:
-            is_limited = (
-                self._egress.region.rate_bytes_per_s is not None or self._grants.region.rate_bytes_per_s is not None
-            )
-            if is_limited or any(state.transfers for state in self._peers.values()):
+            rates = (self._egress.region.rate_bytes_per_s, self._grants.region.rate_bytes_per_s)
+            if rates != (None, None) or any(state.transfers for state in self._peers.values()):
                 await asyncio.sleep(SAMPLE_BUSY_S)
             else:
                 self._woken.clear()
