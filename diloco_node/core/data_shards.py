@@ -30,11 +30,7 @@ _SCORE_BYTES: Final = 8
 
 
 def shard_owners(run_id: str, regions: Iterable[str]) -> tuple[str, ...]:
-    """The owner of each shard.
-
-    Args:
-        regions: the members that train, in any order; at least one.
-    """
+    """The owner of each shard. regions: the members that train, in any order; at least one."""
     return _owners(run_id, tuple(sorted(set(regions))))
 
 

@@ -62,8 +62,7 @@ def unpack_short(data: bytes | memoryview) -> Any:
 
     It is not measured before: the walk would take longer than the rest, and no claim takes more than it holds bytes.
 
-    Raises:
-        ProtocolViolation: text that is not UTF-8, or not exactly one whole value. An empty map or ext type passes.
+    Raises ProtocolViolation: text that is not UTF-8, or not exactly one whole value. An empty map or ext type passes.
     """
     assert len(data) <= SHORT_BYTES, len(data)
     return _unpacked(bytes(data))

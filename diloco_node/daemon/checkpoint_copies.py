@@ -142,8 +142,7 @@ class CheckpointCopies:
     def find(self, *, version: int | None = None, step: int | None = None) -> CheckpointCopy:
         """Find the copy of a version, the newest one up to a step, or the newest one of all.
 
-        Raises:
-            ConfigError: it is not there, or not whole; names what is. StorageError: the store refuses.
+        Raises ConfigError: it is not there, or not whole; names what is. StorageError: the store refuses.
         """
         states = self.states()
         whole = {state.version: state.checkpoint for state in states if state.checkpoint and not state.lack}
@@ -166,8 +165,7 @@ class CheckpointCopies:
     def read(self, checkpoint: CheckpointCopy) -> tuple[list[F32], list[F32]]:
         """Parameters and momentum per fragment, each shape (n,), float32, with the digests that the copy names.
 
-        Raises:
-            StorageError: an object has other bytes, is gone, or the store refuses; names it.
+        Raises StorageError: an object has other bytes, is gone, or the store refuses; names it.
         """
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             pairs = list(pool.map(lambda fragment: self.fragment(checkpoint, fragment), _fragments(checkpoint)))

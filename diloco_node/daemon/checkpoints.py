@@ -87,8 +87,7 @@ def copy_region(
 
     Returns: the checkpoint, and whether it was written: a whole copy that is there stays.
 
-    Raises:
-        ConfigError: the version can't be had, or another run's copies are there. StorageError: disk or store refuse.
+    Raises ConfigError: the version can't be had, or another run's copies are there. StorageError: disk or store refuse.
     """
     run, past = find_past(folders, version=version, step=step)
     files = run.files
@@ -125,11 +124,7 @@ def run_hash(genesis: GenesisBody) -> str:
 
 
 def describe(files: RunFiles, past: PastVersion, values: Sequence[tuple[F32, F32]]) -> CheckpointCopy:
-    """Describe a version with its digests.
-
-    Args:
-        values: parameters and momentum per fragment, each shape (n,), float32.
-    """
+    """Describe a version with its digests. values: parameters and momentum per fragment, each shape (n,), float32."""
     return CheckpointCopy(
         run_id=files.spec.run_id,
         run=run_hash(files.genesis),
@@ -205,8 +200,7 @@ def copy_faults(copies: CheckpointCopies, version: int | None) -> tuple[int, lis
 
     Returns: how many objects were read, and a line for each that differs or is gone.
 
-    Raises:
-        ConfigError: there is no such copy. StorageError: the store refuses.
+    Raises ConfigError: there is no such copy. StorageError: the store refuses.
     """
     if version is not None:
         checkpoint = copies.find(version=version)

@@ -102,8 +102,7 @@ class Daemon:
     async def run(self) -> int:
         """Start, serve, stop; the exit code.
 
-        Raises:
-            DilocoError: it could not start (its `exit_code` says why), or broke.
+        Raises DilocoError: it could not start (its `exit_code` says why), or broke.
         """
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()

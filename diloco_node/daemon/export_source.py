@@ -66,8 +66,7 @@ class MergedModel:
 def read_merged(folder: Path) -> MergedModel:
     """Read a region's folder.
 
-    Raises:
-        ConfigError: a file is none of ours. StorageError: something is missing or damaged.
+    Raises ConfigError: a file is none of ours. StorageError: something is missing or damaged.
     """
     manifest = load_manifest(folder)
     if manifest is None:
@@ -93,8 +92,7 @@ def read_merged_past(place: str | Path, *, version: int | None, step: int | None
     Args:
         place: copies; or as for `region_folders`: the first region that has all it needs is taken.
 
-    Raises:
-        ConfigError, StorageError: as `state_replay.read_past`, or as `CheckpointCopies`.
+    Raises ConfigError, StorageError: as `state_replay.read_past`, or as `CheckpointCopies`.
     """
     copies = copies_at(place)
     if copies is not None:

@@ -29,8 +29,7 @@ def write_final(state_dir: Path, tensors: dict[str, npt.NDArray[np.float32]]) ->
     Args:
         tensors: by name, float32, shaped.
 
-    Raises:
-        StorageError: the disk refused; the temporary file is gone again, if the disk allows that.
+    Raises StorageError: the disk refused; the temporary file is gone again, if the disk allows that.
     """
     target = state_dir / FINAL_NAME
     temporary = state_dir / f".{FINAL_NAME}.tmp"

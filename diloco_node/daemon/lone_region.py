@@ -64,8 +64,7 @@ def go_on_alone(folder: Path, region: str, run_id: str, sign: Callable[[bytes], 
     Args:
         folder: its state folder. sign: a statement, with the key of the run's authority.
 
-    Raises:
-        ConfigError: as `look_alone`. StorageError: that, or a daemon runs on the folder, or it can't be written.
+    Raises ConfigError: as `look_alone`. StorageError: that, or a daemon runs on the folder, or it can't be written.
     """
     look_alone(folder, region)  # a store that is opened for writing sets a damaged ledger aside
     with closing(RegionStore(folder)) as store:
@@ -168,8 +167,7 @@ def removals(recovery: Recovered, region: str, sign: Callable[[Roster], bytes]) 
     Args:
         sign: a roster, with the key of the run's authority.
 
-    Raises:
-        ConfigError: there are none such.
+    Raises ConfigError: there are none such.
     """
     roster = last_roster(recovery)
     last = recovery.entries[-1] if recovery.entries else recovery.base

@@ -33,8 +33,7 @@ def as_document(manifest: Manifest) -> dict[str, Any]:
 def manifest_of(document: Mapping[str, Any]) -> Manifest:
     """The manifest of `as_document`, laid out again.
 
-    Raises:
-        DilocoError, ValueError, KeyError, TypeError, OverflowError: it is none, or lays out to another digest.
+    Raises DilocoError, ValueError, KeyError, TypeError, OverflowError: it is none, or lays out to another digest.
     """
     tensors = [TensorSpec(name, tuple(shape), MergeRule(merge)) for name, shape, merge in document["tensors"]]
     manifest = build_manifest(tensors, document["fragments"])
@@ -69,8 +68,7 @@ def recover_manifest(state_dir: Path) -> tuple[Manifest | None, str]:
     Returns:
         The manifest; what was wrong with the file and where it is now, empty if nothing was.
 
-    Raises:
-        StorageError: the disk refuses.
+    Raises StorageError: the disk refuses.
     """
     try:
         return load_manifest(state_dir), ""

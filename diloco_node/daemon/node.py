@@ -213,8 +213,7 @@ class Node:
     async def start(self) -> None:
         """Bind the port between regions and start the core's clockwork.
 
-        Raises:
-            BindError, IdentityError, StorageError: as named.
+        Raises BindError, IdentityError, StorageError: as named.
         """
         await self.transport.start()
         self._pump.start()
@@ -396,8 +395,7 @@ class Node:
     def change_members(self, document: Mapping[str, Any]) -> None:
         """Have the ledger change a region's membership; this one hands over first if it leads.
 
-        Raises:
-            ConfigError: why that can't be.
+        Raises ConfigError: why that can't be.
         """
         addresses = {self._spec.region: self._spec.address, **self.transport.addresses}
         order = member_order(document, self.core.ledger.disks.roster, addresses)
@@ -426,8 +424,7 @@ class Node:
         Returns:
             The beginning of its fingerprint.
 
-        Raises:
-            ConfigError: it is not known, or why it can't be revoked.
+        Raises ConfigError: it is not known, or why it can't be revoked.
         """
         credentials = self.transport.credentials
         own = credentials.identity.certificate

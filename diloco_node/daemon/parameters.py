@@ -69,8 +69,7 @@ class Parameters:
     async def adopt(self, fragment: int, version: int) -> None:
         """Take the state on disk as the state in memory.
 
-        Raises:
-            StorageError: there is no such state, or it is damaged.
+        Raises StorageError: there is no such state, or it is damaged.
         """
 
         def read() -> F32:
@@ -150,8 +149,7 @@ class Parameters:
     async def checkpoint(self, fragment: int) -> tuple[int, bytes]:
         """Write the fragment's state to disk (fsync); returns the version written, and its digest.
 
-        Raises:
-            StorageError: the disk refused.
+        Raises StorageError: the disk refused.
         """
         async with self._locks[fragment]:
             version = self.versions[fragment]
@@ -182,11 +180,7 @@ class Parameters:
 
 
 def join_fragments(manifest: Manifest, vectors: Sequence[F32]) -> dict[str, F32]:
-    """Tensors by name, float32, shaped; a copy.
-
-    Args:
-        vectors: per fragment its values, shape (n,), float32.
-    """
+    """Tensors by name, float32, shaped; a copy. vectors: per fragment its values, shape (n,), float32."""
     tensors = [np.empty(spec.size, np.float32) for spec in manifest.tensors]
     for fragment, vector in zip(manifest.fragments, vectors, strict=True):
         for piece in fragment.pieces:

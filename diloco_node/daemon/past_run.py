@@ -25,8 +25,7 @@ class PastRun:
         files: as they were read. past: the versions that its ledger still has, in order, available or not.
         reachable: those that can be computed from its files.
 
-    Raises:
-        StorageError, ConfigError: the folder can't be read; says why.
+    Raises StorageError, ConfigError: the folder can't be read; says why.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,8 +58,7 @@ def _committed_entries(files: RunFiles) -> tuple[Entry, ...]:
 def read_runs(folders: Sequence[Path]) -> list[PastRun]:
     """Read those of a run's folders that can be read.
 
-    Raises:
-        ConfigError: they are of several runs. StorageError: none can be read.
+    Raises ConfigError: they are of several runs. StorageError: none can be read.
     """
     runs, refusals = [], []
     for folder in folders:
@@ -85,8 +83,7 @@ def find_past(
         folders: of one run, the one to prefer first. version: its number, or `step`: the newest one up to that step.
             Neither: the newest one that can be had.
 
-    Raises:
-        ConfigError: it is in the future, or gone; names the nearest that can be had. StorageError: as `read_runs`.
+    Raises ConfigError: it is in the future, or gone; names the nearest that can be had. StorageError: as `read_runs`.
     """
     runs = read_runs(folders)
     where = str(runs[0].files.folder) if len(folders) == 1 else f"the {len(folders)} regions' folders"
@@ -127,8 +124,7 @@ def find_past(
 def check_past_init(init: str | Path) -> None:
     """Check that the version that `run.init` names can be had, if it names one. Nothing is computed.
 
-    Raises:
-        ConfigError: it is gone, in the future, or the folder is none of a run; says what can be had.
+    Raises ConfigError: it is gone, in the future, or the folder is none of a run; says what can be had.
     """
     past = past_of(init)
     if past is not None:

@@ -19,11 +19,7 @@ from diloco_node.supervisor.supervisor import DISK_CODE
 
 
 def run_daemon(arguments: list[str]) -> int:
-    """Run the daemon; the exit code.
-
-    Args:
-        arguments: SPEC.json, which `diloco-node start` writes.
-    """
+    """Run the daemon; the exit code. arguments: SPEC.json, which `diloco-node start` writes."""
     keep_freed_memory()
     descriptors = raise_descriptor_limit()
     set_up_logs()

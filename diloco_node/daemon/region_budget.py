@@ -46,8 +46,7 @@ def changed_plan(plan: BudgetPlan, document: Mapping[str, Any], peers: Collectio
         document: "egress" and "ingress" as text ("2Gbit/s", or "none" for no limit), at least one of them; "peer": only
             that peer's. peers: names that there are.
 
-    Raises:
-        ConfigError: what is wrong with it.
+    Raises ConfigError: what is wrong with it.
     """
     from diloco_node.config.budget_settings import (
         parse_ceiling_or_none,  # brings pydantic, which the daemon else does without
@@ -76,8 +75,7 @@ def changed_plan(plan: BudgetPlan, document: Mapping[str, Any], peers: Collectio
 def plan_of_file(path: Path, region: str) -> tuple[BudgetPlan, str]:
     """The budget that run.toml and the environment have for a region now, and what set it, in words.
 
-    Raises:
-        ConfigError: the file is missing or wrong, or the region is not in it any more.
+    Raises ConfigError: the file is missing or wrong, or the region is not in it any more.
     """
     from diloco_node.config.resolve import load_config
     from diloco_node.config.sources import ENV_PREFIX

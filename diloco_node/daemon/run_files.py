@@ -82,8 +82,7 @@ class RunFiles:
 def region_folders(place: Path) -> list[Path]:
     """The state folders that a path means: itself, or those of a run's folder, the region that is furthest first.
 
-    Raises:
-        ConfigError: there is none. StorageError: a manifest can't be read.
+    Raises ConfigError: there is none. StorageError: a manifest can't be read.
     """
     if (place / MANIFEST_NAME).is_file():
         return [place]

@@ -55,8 +55,7 @@ class RunRecord:
         Args:
             founders: of the run, by run.toml. It need not name those that were removed, nor those that were added.
 
-        Raises:
-            ConfigError: the folder's run has another name, or other regions.
+        Raises ConfigError: the folder's run has another name, or other regions.
         """
         genesis = self.genesis
         if genesis.run_id != run_id:
@@ -77,11 +76,7 @@ class RunRecord:
 
 
 def run_record(base: LedgerBase, entries: Sequence[Entry], fragments: int) -> RunRecord | None:
-    """The record in a ledger; None before genesis. Raises ProtocolViolation: its sum can't be read.
-
-    Args:
-        fragments: P.
-    """
+    """The record in a ledger; None before genesis. Raises ProtocolViolation: its sum can't be read. fragments: P."""
     summary = decode_summary(base.summary, fragments=fragments) if base.index else None
     genesis = find_genesis(summary, entries)
     if genesis is None:
@@ -115,8 +110,7 @@ def read_run_record(state_dir: Path) -> RunRecord | None:
 def past_of(init: str | Path) -> tuple[str | Path, int] | None:
     """The folder or URL, and the version that `run.init` names; None: it is no `FOLDER@N` and no `URL@N`.
 
-    Raises:
-        ConfigError: a URL or a state folder without a version, or with something else behind the @.
+    Raises ConfigError: a URL or a state folder without a version, or with something else behind the @.
     """
     if is_url(init):
         url, _, number = str(init).rpartition("@")
@@ -153,8 +147,7 @@ def is_complete(state_dir: Path, record: RunRecord | None) -> bool:
 def set_final_aside(state_dir: Path) -> None:
     """Rename the final model of a run that goes on, if there is one, to the next free `final-N.safetensors`.
 
-    Raises:
-        StorageError: the folder can't be written.
+    Raises StorageError: the folder can't be written.
     """
     paths = (state_dir / f"final-{number}.safetensors" for number in count(1))
     final = state_dir / FINAL_NAME

@@ -24,8 +24,7 @@ def settings_order(document: Mapping[str, Any], settings: RunSettings) -> tuple[
     Args:
         document: {"set": ["rounds.sync_every=32", ...]}. settings: in force.
 
-    Raises:
-        ConfigError: it is none, or a setting can't be set so.
+    Raises ConfigError: it is none, or a setting can't be set so.
     """
     from diloco_node.config.ledger_settings import changed_settings  # brings pydantic
 

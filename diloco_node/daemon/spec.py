@@ -86,11 +86,7 @@ class NodeSpec:
 
     @classmethod
     def load(cls, path: Path) -> NodeSpec:
-        """Read what `save` wrote.
-
-        Raises:
-            ConfigError: the file is missing or not ours.
-        """
+        """Read what `save` wrote. Raises ConfigError: the file is missing or not ours."""
         try:
             document: dict[str, Any] = json.loads(path.read_text())
             settings = document["settings"]

@@ -90,8 +90,7 @@ class Replay:
         Args:
             on_round: called after each outer step.
 
-        Raises:
-            StorageError: a file is damaged, or is gone since: the daemon that runs here may have removed it.
+        Raises StorageError: a file is damaged, or is gone since: the daemon that runs here may have removed it.
         """
         parameters, checks = compute(self._files, self.plan, on_round)
         return ReplayReport(tuple(self.plan), checks, self._compare_final(parameters))
@@ -122,8 +121,7 @@ def compute(
     Returns:
         Parameters and momentum after them, and the digests that the ledger names on the way beside those computed.
 
-    Raises:
-        StorageError: a file is damaged, or is gone since: the daemon that runs here may have removed it.
+    Raises StorageError: a file is damaged, or is gone since: the daemon that runs here may have removed it.
     """
     return asyncio.run(_compute(files, plan, on_round))
 

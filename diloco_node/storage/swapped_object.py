@@ -66,8 +66,7 @@ class SwappedObject(BucketObjects):
     def check(self, folder: str) -> None:
         """Try the conditions on an object of its own below a folder.
 
-        Raises:
-            StoreRefused: the store does not keep to them, or refuses; the message says what to do.
+        Raises StoreRefused: the store does not keep to them, or refuses; the message says what to do.
         """
         key = f"{folder}/probe-{secrets.token_hex(8)}"
         is_made = self.swap(key, b"1", None)

@@ -80,8 +80,7 @@ def verify_chain(entries: Sequence[Entry], *, previous_index: int = 0, previous_
         entries: in order; may be empty.
         previous_index, previous_hash: the entry before the first one; by default none.
 
-    Raises:
-        ProtocolViolation: names the first index that is wrong and what is wrong with it.
+    Raises ProtocolViolation: names the first index that is wrong and what is wrong with it.
     """
     term = 0
     for offset, entry in enumerate(entries):
@@ -102,11 +101,7 @@ def verify_chain(entries: Sequence[Entry], *, previous_index: int = 0, previous_
 
 
 def encode_entry(entry: Entry) -> bytes:
-    """The entry as bytes, canonical.
-
-    Raises:
-        ValueError: as `seal`.
-    """
+    """The entry as bytes, canonical. Raises ValueError: as `seal`."""
     plain = [entry.index, entry.term, entry.previous, *_plain_body(entry.body), entry.hash]
     return _pack(plain)
 
@@ -114,8 +109,7 @@ def encode_entry(entry: Entry) -> bytes:
 def decode_entry(data: bytes | memoryview) -> Entry:
     """The entry that `encode_entry` wrote. The hash is read, not checked: see `verify_chain`.
 
-    Raises:
-        ProtocolViolation: not the canonical encoding of an entry.
+    Raises ProtocolViolation: not the canonical encoding of an entry.
     """
     if len(data) > ENTRY_BYTES_MAX:
         raise ProtocolViolation(f"an entry of {len(data)} bytes: at most {ENTRY_BYTES_MAX} are allowed")

@@ -67,8 +67,7 @@ def _first_fault(
 def check_held(base: LedgerBase, entries: Sequence[Entry], meaning: Meaning | None) -> None:
     """Ask about the entries from the disk, before anything is built on them.
 
-    Raises:
-        StorageError: they make no sense: the ledger is damaged.
+    Raises StorageError: they make no sense: the ledger is damaged.
     """
     if meaning is None:
         return

@@ -73,8 +73,7 @@ class LedgerCore(LedgerState):
             event: TimerFired, MessageArrived with a message of the ledger, LedgerPersisted or LinkChanged.
             now_ns: never less than before.
 
-        Raises:
-            InvalidTransition: an event or message that is not the ledger's.
+        Raises InvalidTransition: an event or message that is not the ledger's.
         """
         match event:
             case TimerFired():

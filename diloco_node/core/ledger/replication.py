@@ -172,11 +172,7 @@ class WitnessFollower(Follower):
 
 
 def majority_contact_ns(followers: Iterable[Follower]) -> int:
-    """When a majority, the leader counted, had last answered; 0 if it is the leader alone.
-
-    Args:
-        followers: all that vote.
-    """
+    """When a majority, the leader counted, had last answered; 0 if it is the leader alone. followers: all that vote."""
     answered_ns = sorted((follower.answered_ns for follower in followers), reverse=True)
     return answered_ns[majority_of(len(answered_ns) + 1) - 2] if answered_ns else 0
 

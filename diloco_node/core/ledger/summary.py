@@ -163,11 +163,7 @@ class RunSummary:
 
 
 def encode_summary(summary: RunSummary) -> bytes:
-    """As bytes, canonical.
-
-    Raises:
-        ValueError: a field is out of range, or it is longer than SUMMARY_BYTES_MAX.
-    """
+    """As bytes, canonical. Raises ValueError: a field is out of range, or it is longer than SUMMARY_BYTES_MAX."""
     try:
         plain = canonical_codec(RunSummary)[0](summary)
     except OutOfBounds as error:
@@ -184,8 +180,7 @@ def decode_summary(data: bytes, *, fragments: int) -> RunSummary:
     Args:
         fragments: P; it must be of a ledger with so many.
 
-    Raises:
-        ProtocolViolation: not the canonical encoding of a summary, or not of such a ledger.
+    Raises ProtocolViolation: not the canonical encoding of a summary, or not of such a ledger.
     """
     if len(data) > SUMMARY_BYTES_MAX:
         raise ProtocolViolation(f"a summary of {len(data)} bytes: at most {SUMMARY_BYTES_MAX} are allowed")

@@ -46,11 +46,7 @@ def order_fault(
 
 
 def tolerance(roster: Roster, there: Container[str]) -> str:
-    """Say how many voters may be away while the run goes on merging.
-
-    Args:
-        there: the regions that are there.
-    """
+    """Say how many voters may be away while the run goes on merging. there: the regions that are there."""
     voters, quorum = roster.voters, majority_of(len(roster.voters))
     away = [name for name in voters if name not in there or roster.disks[name] in (NO_DISK, EXPELLED)]
     spare = len(voters) - len(away) - quorum

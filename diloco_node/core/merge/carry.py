@@ -69,8 +69,7 @@ def carry_plan(
             last included one.
         carry_steps_limit: at least 1; with more steps than this, `carry_factor` is also multiplied by `limit / steps`.
 
-    Raises:
-        ValueError: negative numbers, no limit, or nothing missed by a learner that was not included.
+    Raises ValueError: negative numbers, no limit, or nothing missed by a learner that was not included.
     """
     if carry_steps_limit < 1 or steps_since_inclusion < 0:
         raise ValueError(f"steps {steps_since_inclusion} of at most {carry_steps_limit}: negative, or no limit")
@@ -127,8 +126,7 @@ def position_after(
             apply: the steps between snapshot (or last inclusion) and apply are gone, and are to be booked as discarded.
         is_kept: False when the plan kept nothing of the own steps (`Anchor.NONE`): they are gone as under `overwrite`.
 
-    Raises:
-        ValueError: an older or the same version, or a snapshot outside (last included step, step].
+    Raises ValueError: an older or the same version, or a snapshot outside (last included step, step].
     """
     if version <= position.base_version:
         raise ValueError(f"version {version} does not follow base {position.base_version}")

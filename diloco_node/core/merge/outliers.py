@@ -72,11 +72,7 @@ class RecentRounds:
     sums: tuple[float, ...] = ()
 
     def after(self, contributions: Sequence[Contribution], squared_norms: Sequence[float] = ()) -> RecentRounds:
-        """Return the rounds after one more.
-
-        Args:
-            squared_norms: of the pieces of its decoded payload.
-        """
+        """Return the rounds after one more. squared_norms: of the pieces of its decoded payload."""
         if not contributions:
             return self
         now = _median_norms(contributions)
@@ -91,11 +87,7 @@ class RecentRounds:
 
     @classmethod
     def unpacked(cls, data: bytes) -> RecentRounds:
-        """Read what `packed` wrote.
-
-        Raises:
-            ProtocolViolation: it is not that.
-        """
+        """Read what `packed` wrote. Raises ProtocolViolation: it is not that."""
         try:
             count, pieces = struct.unpack_from("<II", data)
             values = struct.unpack(f"<{(len(data) - 8) // 4}f", data[8:])

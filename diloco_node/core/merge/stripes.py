@@ -27,11 +27,7 @@ STRIPES_MAX: Final = 32
 
 
 def piece_blocks(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Blocks of each piece: `ceil(size / 256)`.
-
-    Args:
-        sizes: values in each piece, each at least 1.
-    """
+    """Blocks of each piece: `ceil(size / 256)`. sizes: values in each piece, each at least 1."""
     if any(size < 1 for size in sizes):
         raise ValueError(f"a piece holds at least one value, got sizes {tuple(sizes)}")
     return tuple(-(-size // BLOCK_VALUES) for size in sizes)
@@ -70,8 +66,7 @@ def cut_stripes(blocks: int, shares: Sequence[tuple[str, int]]) -> tuple[Stripe,
         Sorted by region, without gaps; each within one block of its exact proportion. A region with share 0, or too
         small a share for a whole block, has no stripe.
 
-    Raises:
-        ValueError: no blocks, a negative share, a region twice, or nobody with a share. All are bugs of the caller.
+    Raises ValueError: no blocks, a negative share, a region twice, or nobody with a share. All are bugs of the caller.
     """
     names = [name for name, _ in shares]
     if blocks < 1 or len(set(names)) != len(names) or any(share < 0 for _, share in shares):

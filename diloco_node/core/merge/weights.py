@@ -174,11 +174,7 @@ def share(weights: Sequence[float], versions_missed: Sequence[int]) -> float:
 
 
 def refusal(contribution: Contribution, pieces: int) -> str:
-    """Why a contribution's numbers can't be used; empty if they can.
-
-    Args:
-        pieces: pieces of the fragment.
-    """
+    """Why a contribution's numbers can't be used; empty if they can. pieces: pieces of the fragment."""
     if len(contribution.squared_norms) != pieces:
         return f"{len(contribution.squared_norms)} squared norms for {pieces} pieces"
     if contribution.steps < 1:
@@ -205,8 +201,7 @@ def coefficients(
     Returns:
         Per contribution, per piece; float32-exact, finite. 0 for a zero outer gradient under RDA.
 
-    Raises:
-        PayloadCorrupt: a contribution's numbers can't be used (`refusal`).
+    Raises PayloadCorrupt: a contribution's numbers can't be used (`refusal`).
     """
     lengths = radii(contributions, weights, rules, clips)
     total = sum(weights)
@@ -242,8 +237,7 @@ def factors(
     Returns:
         Per piece; float32-exact, finite, never negative.
 
-    Raises:
-        PayloadCorrupt: a norm is negative or not finite, or their number is wrong.
+    Raises PayloadCorrupt: a norm is negative or not finite, or their number is wrong.
     """
     if len(merged_squared_norms) != len(rules) or not all(isfinite(n) and n >= 0.0 for n in merged_squared_norms):
         raise PayloadCorrupt(f"squared norms of the merged payload are unusable: {tuple(merged_squared_norms)[:8]}")

@@ -110,11 +110,7 @@ class Versions:
                 self._initial[fragment] = digest
 
     def payload_stored(self, fragment: int, version: int, digest: bytes, squared_norms: tuple[float, ...] = ()) -> None:
-        """A payload is on disk.
-
-        Args:
-            squared_norms: of each piece, as it was decoded here.
-        """
+        """A payload is on disk. squared_norms: of each piece, as it was decoded here."""
         self._payloads.setdefault((fragment, version, digest), squared_norms)
 
     def payload_fault(self, body: EntryBody) -> str:
@@ -333,11 +329,7 @@ class Versions:
         self._prunable.clear()
 
     def plan_fetches(self, missing: Sequence[EntryBody], fetches: Fetches) -> None:
-        """Request what is lacking.
-
-        Args:
-            missing: bodies whose payload the ledger waits for.
-        """
+        """Request what is lacking. missing: bodies whose payload the ledger waits for."""
         lacking: dict[int, list[RoundBody]] = {}
         initial: dict[int, bytes] = {}
         for body in missing:

@@ -199,8 +199,7 @@ class EntryCheck:
     def begin(self, base: LedgerBase) -> None:
         """Go on from a base as if its entries had been taken.
 
-        Raises:
-            ProtocolViolation: the base is not one of such a ledger.
+        Raises ProtocolViolation: the base is not one of such a ledger.
         """
         summary = decode_summary(base.summary, fragments=len(self._fragments))
         snapshots = (0,) * len(self._fragments)

@@ -119,11 +119,7 @@ class AdminServer:
         self._live = LiveEvents(self._region_snapshot, self._region_status)
 
     async def start(self) -> None:
-        """Bind and serve.
-
-        Raises:
-            BindError: the port is taken, or the socket can't be made.
-        """
+        """Bind and serve. Raises BindError: the port is taken, or the socket can't be made."""
         self._token = load_token(self._state_dir)
         app = web.Application(middlewares=[self._check], client_max_size=BODY_BYTES_MAX)
         app.add_routes(

@@ -19,8 +19,7 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> asyncio.Server:
     Args:
         runner: set up. port: 0: a free one.
 
-    Raises:
-        OSError: the port can't be bound.
+    Raises OSError: the port can't be bound.
     """
     assert runner.server is not None
     serve = runner.server

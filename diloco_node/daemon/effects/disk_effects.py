@@ -86,11 +86,7 @@ class DiskEffects:
         await self._until_written(f"the counters of incarnation {incarnation}", self.disk, save)
 
     async def store_payload(self, order: ev.StorePayload, stripes: list[MergedPart]) -> None:
-        """Write a merged payload.
-
-        Args:
-            stripes: the ballot's merged stripes that are in memory, in block order.
-        """
+        """Write a merged payload. stripes: the ballot's merged stripes that are in memory, in block order."""
         fragment, version, digest = order.fragment, order.version, order.digest
         is_right = is_contiguous(stripes, self.parameters.blocks[fragment].block_count)
         if not is_right or payload_digest([stripe.digest for stripe in stripes]) != digest:

@@ -32,8 +32,7 @@ class InitialStates:
         Returns:
             The digest of what is on disk now.
 
-        Raises:
-            StorageError: the disk refused.
+        Raises StorageError: the disk refused.
         """
         with self._locks[fragment]:
             if fragment in self._fetched:

@@ -98,8 +98,7 @@ class StoredTensor:
 def check_initial(path: Path) -> None:
     """Look at what `run.init` names, before a model is known.
 
-    Raises:
-        ConfigError: it can't be read, or is not whole; the message says what to give.
+    Raises ConfigError: it can't be read, or is not whole; the message says what to give.
     """
     for tensor in list_tensors(path).values():
         tensor.check_place()
@@ -115,8 +114,7 @@ def read_initial(path: Path, manifest: Manifest) -> list[F32]:
     Returns:
         Per fragment, shape (n,), float32.
 
-    Raises:
-        ConfigError: it can't be read, or is another model; the message names the first difference.
+    Raises ConfigError: it can't be read, or is another model; the message names the first difference.
     """
     shapes = {spec.name: spec.shape for spec in manifest.tensors}
     tensors = _by_run_names(list_tensors(path), shapes)
@@ -147,8 +145,7 @@ def read_initial(path: Path, manifest: Manifest) -> list[F32]:
 def list_tensors(path: Path) -> dict[str, StoredTensor]:
     """By name what a file, the shards of an index, or a folder's files hold, from their headers alone.
 
-    Raises:
-        ConfigError: there is no such file, or it is of another kind.
+    Raises ConfigError: there is no such file, or it is of another kind.
     """
     try:
         if path.is_dir():

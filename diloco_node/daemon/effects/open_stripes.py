@@ -272,8 +272,7 @@ def reduce_stripe(
     Returns:
         The core's event; the encoded stripe, shape (bytes,), uint8; sum minus decoded sum, shape (values,), float32.
 
-    Raises:
-        PayloadCorrupt: a part has the wrong size, or does not decode to finite values.
+    Raises PayloadCorrupt: a part has the wrong size, or does not decode to finite values.
     """
     start, stop = order.block_start, order.block_stop
     expected_bytes = blocks_up.span_bytes(start, stop)
@@ -368,8 +367,7 @@ def checked_digest(
 
     Every block is looked at: what an encoder can't have written is refused here.
 
-    Raises:
-        PayloadCorrupt: a scale or code is out of range. Committed, it would break the outer step on every region.
+    Raises PayloadCorrupt: a scale or code is out of range. Committed, it would break the outer step on every region.
     """
     norms = kernels.squared_norms(blocks, body, block_start, block_stop)
     return stripe_digest(body), tuple(norms.tolist())

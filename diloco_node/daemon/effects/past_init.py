@@ -26,8 +26,7 @@ def read_past_init(init: str | Path, manifest: Manifest) -> tuple[list[F32], lis
     Returns:
         Both per fragment, each shape (n,), float32. None: `init` names no version.
 
-    Raises:
-        ConfigError: the version can't be had, is of another model, or is not finite.
+    Raises ConfigError: the version can't be had, is of another model, or is not finite.
     """
     past = past_of(init)
     if past is None:

@@ -30,8 +30,7 @@ class Transport(Protocol):
     async def transfer(self, peer: str, header: BulkHeader, body: memoryview) -> None:
         """Stream a body. Returns when the last chunk is handed to the link.
 
-        Raises:
-            LinkLost: the link is down, or went down on the way.
+        Raises LinkLost: the link is down, or went down on the way.
         """
         ...
 
@@ -49,11 +48,7 @@ class Sending:
         self._tasks: dict[asyncio.Task[None], ContributionStripe | MergedStripe] = {}
 
     def send(self, peer: str, header: ContributionStripe | MergedStripe, body: U8) -> None:
-        """Stream a stripe to a peer; lost with the link.
-
-        Args:
-            body: shape (bytes,), uint8; nobody may change it any more.
-        """
+        """Stream a stripe to a peer; lost with the link. body: shape (bytes,), uint8; nobody may change it any more."""
         task = self._spawn(self._stream(peer, header, body), f"{type(header).__name__} to {peer}")
         self._tasks[task] = header
         task.add_done_callback(lambda task: self._tasks.pop(task, None))

@@ -51,11 +51,7 @@ class VersionEffects:
     note: Callable[[Note], None]
 
     async def apply(self, order: ApplyVersion) -> None:
-        """The outer step of a committed round.
-
-        Raises:
-            DilocoError: its payload was on disk and is not any more.
-        """
+        """The outer step of a committed round. Raises DilocoError: its payload was on disk and is not any more."""
         fragment, version = order.body.fragment, order.body.version
         bodies, is_checked = await self._payload_parts(order.body)
         place = self.version_area.free_place(fragment)

@@ -77,11 +77,7 @@ class LearnerServer:
         return self._attached is not None
 
     async def start(self) -> None:
-        """Bind and listen.
-
-        Raises:
-            BindError: the path can't be bound.
-        """
+        """Bind and listen. Raises BindError: the path can't be bound."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self.path.unlink(missing_ok=True)

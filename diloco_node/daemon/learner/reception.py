@@ -222,8 +222,7 @@ class Reception:
         Returns:
             The learner's incarnation, the counters of those before it, and the files that were set aside.
 
-        Raises:
-            StorageError: the disk refused.
+        Raises StorageError: the disk refused.
         """
         damaged_files = set_damaged_aside(self._spec.state_dir)
         incarnation = attach.incarnation
