@@ -42,10 +42,7 @@ class Endpoint:
 
 
 async def resolve(address: str) -> list[Endpoint]:
-    """The endpoints behind `host:port`, in the order in which to try them; at least one.
-
-    Raises LinkLost: the name can't be resolved.
-    """
+    """The endpoints behind `host:port` in the order to try them, one or more. Raises LinkLost: it can't be resolved."""
     host, _, port = address.rpartition(":")
     try:
         rows = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -66,8 +63,7 @@ async def first_success(
 ) -> T:
     """The result of the attempt that succeeds first. The next one begins after ATTEMPT_S, or when one has failed.
 
-    Args:
-        attempts: at least one, by name, the most hopeful first. discard: undoes what a slower attempt brought.
+    attempts: by name, the most hopeful first. discard: undoes what a slower attempt brought.
 
     Raises LinkLost: none succeeded; with the reason of each, by name if there are several.
     """

@@ -74,14 +74,9 @@ class _Authority:
 
 
 def init_run(folder: Path, run_id: str, regions: Sequence[str], *, now: dt.datetime | None = None) -> None:
-    """Make a run's authority and one certificate per region.
+    """Make a run's authority and one certificate per region, each in a subfolder of its own that goes to the region.
 
-    A region gets its own subfolder, and nothing else. Keys are readable by their owner only; `ca.key` can make new
-    members, so it should leave the machines that train.
-
-    Args:
-        folder: made if it is not there. run_id: part of the certificates' name.
-        regions: at least one, each `[a-z0-9-]{1,63}`. now: start of validity; the clock's when None.
+    Keys are readable by their owner only; `ca.key` can make new members, so it should leave the machines that train.
 
     Raises ConfigError: a bad name, or some of the files are there already (nothing is overwritten).
     """
@@ -101,11 +96,7 @@ def init_run(folder: Path, run_id: str, regions: Sequence[str], *, now: dt.datet
 def add_regions(
     folder: Path, regions: Sequence[str], *, run_id: str | None = None, now: dt.datetime | None = None
 ) -> None:
-    """Make certificates for further regions.
-
-    Args:
-        folder: of the authority. regions: at least one that has none yet.
-        run_id: None: as the authority's name has it. now: start of validity; the clock's when None.
+    """Make certificates for further regions. run_id: None: as the authority's name has it.
 
     Raises ConfigError: a bad name; a region has files already; the key of the authority is not there, or does not fit;
     the authority is of another run, or over.
@@ -125,13 +116,7 @@ def add_regions(
 def renew_regions(
     folder: Path, regions: Sequence[str] = (), *, now: dt.datetime | None = None, valid: dt.timedelta = VALID
 ) -> list[str]:
-    """Give regions another key and certificate, each under its name, valid from now on.
-
-    Args:
-        folder: of the authority. regions: all that are there when empty.
-        now: start of validity; the clock's when None. valid: for so long.
-
-    Returns: their names, sorted.
+    """Give regions, all where none is named, another key and certificate under their names. Returns the names, sorted.
 
     Raises ConfigError: a region has no certificate here, or that of another; the key of the authority is not there, or
     does not fit; the authority is over.
@@ -150,9 +135,8 @@ def renew_regions(
 def renew_authority(folder: Path, *, now: dt.datetime | None = None) -> list[str]:
     """Make a new authority beside the old one, whose key is gone then. Both are trusted where the new `ca.pem` is.
 
-    Returns: the regions that get the new `ca.pem`, sorted.
-
-    Raises ConfigError: the key is not there, or does not fit; an older authority is not dropped yet.
+    Returns: the regions that get the new `ca.pem`, sorted. Raises ConfigError: the key is not there, or does not fit;
+    an older authority is not dropped yet.
     """
     now = now or dt.datetime.now(dt.UTC)
     old = _load_authority(folder, None)
@@ -171,9 +155,7 @@ def renew_authority(folder: Path, *, now: dt.datetime | None = None) -> list[str
 
 
 def drop_old_authority(folder: Path) -> list[str]:
-    """Trust the newest authority only, where the new `ca.pem` is.
-
-    Returns: the regions that get the new `ca.pem`, sorted.
+    """Trust the newest authority only, where the new `ca.pem` is. Returns the regions that get it, sorted.
 
     Raises ConfigError: there is no older one, or a region's certificate is by it.
     """

@@ -25,11 +25,7 @@ STALL_MIN_S: Final = 5.0
 
 
 class Bundle:
-    """Connections to one peer, with one write at a time on each. `add` at any time, `close` once.
-
-    Args:
-        peer: its name. first: the connection that has always been there.
-    """
+    """Connections to one peer, the first given, with one write at a time on each. `add` at any time, `close` once."""
 
     def __init__(self, peer: str, first: Stream) -> None:
         self._peer = peer
@@ -54,10 +50,8 @@ class Bundle:
         return len(self._streams) - 1
 
     async def until_free(self) -> None:
-        """Wait until a frame could be handed over at once, behind those who wait already.
-
-        A sender that waits for the budget after this may find another one faster.
-        """
+        """Wait until a frame could go at once, behind those who wait already; who waits on may find another
+        one faster."""
         if self._free and not self._waiters.locked():
             return
         async with self._waiters:
@@ -68,12 +62,9 @@ class Bundle:
     async def write(self, frame: bytes, counts: list[int]) -> None:
         """Hand a frame to the next connection that is free; where there are several, without waiting for the write.
 
-        Args:
-            counts: how many frames went over each connection; this one is added.
+        counts: how many frames went over each connection; this one is added.
 
-        Raises:
-            LinkLost: the write failed, where this waits for it. A frame that is not taken in time makes `until_failed`
-            return.
+        Raises LinkLost: the write failed, where this waits for it. One that is not taken in time ends `until_failed`.
         """
         while not self._free:
             await self.until_free()
@@ -86,10 +77,8 @@ class Bundle:
             await self._write(connection, frame)
 
     def write_first(self, frame: bytes) -> asyncio.Future[None]:
-        """Have a frame written over the first connection, after all that were handed to it before.
-
-        Returns: done when gRPC has the frame; never, if it does not get it.
-        """
+        """Have a frame written over the first connection, after all that were handed to it before; done when gRPC has
+        it."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._first.append((frame, future))
         if 0 in self._free:

@@ -115,12 +115,9 @@ def tls_name(region: str, run_id: str) -> str:
 def load_identity(
     folder: Path, *, region: str | None = None, run_id: str | None = None, now: dt.datetime | None = None
 ) -> Identity:
-    """Read a region's folder and check that it will be accepted.
+    """Read a region's folder, as `init_run` makes it, and check that it will be accepted.
 
-    Args:
-        folder: with `ca.pem`, `node.pem`, `node.key`, as `init_run` makes it per region.
-        region, run_id: what the settings say; not compared when None.
-        now: the time to check validity against; the clock's when None.
+    region, run_id: what the settings say; not compared when None. now: the clock's when None.
 
     Raises IdentityError: a file is missing or unreadable, the certificate is expired, not yet valid, for another region
     or run, not signed by the authority, or the key is another one. The message says what to do.

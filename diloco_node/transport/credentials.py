@@ -74,8 +74,7 @@ class Credentials:
     def link_fault(self, certificates: Iterable[Certificate], *, is_renewed: bool) -> str:
         """Say why a link made with these certificates, ours and the peer's, may not go on; empty if it may.
 
-        Args:
-            certificates: of the link. is_renewed: our identity, and the authorities that it trusts, are others since.
+        is_renewed: our identity, and the authorities that it trusts, are others since.
         """
         for certificate in certificates:
             if why := self.fault(certificate):

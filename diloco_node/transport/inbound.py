@@ -61,11 +61,9 @@ class TransportHandler(Protocol[Message_contra, Header_contra]):
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A transfer that is coming in.
+    """A transfer that is coming in. buffer: None when the handler does not want it, or not any more.
 
-    Attributes:
-        buffer: None when the handler does not want it, or not any more.
-        unwritten: chunks that came and are not in the buffer yet. decoding: those that a thread works on.
+    unwritten: chunks that came and are not in the buffer yet. decoding: those that a thread works on.
     """
 
     transfer: int

@@ -60,11 +60,7 @@ class Intake:
             self._kinds.clear()
 
     def take(self, kind: type, size_bytes: int, *, now_ns: int) -> int:
-        """Count a message that came. Returns for how many nanoseconds nothing more may be read; 0 for honest peers.
-
-        Args:
-            kind: of the message, one of those that the wire knows.
-        """
+        """Count a message that came. Returns for how many ns nothing more may be read; 0 for honest peers."""
         bucket = self._kinds.get(kind)
         if bucket is None:
             bucket = self._kinds[kind] = _bucket(self._per_s, now_ns)

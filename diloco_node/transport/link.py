@@ -57,9 +57,7 @@ _log = structlog.get_logger(part="transport")
 class PeerLink:
     """Keeps one link up. `run_dialer` in one task; `accept` for each incoming stream.
 
-    Args:
-        peer: the other region. address: where it listens, None if unknown. env: see LinkEnvironment.
-        seed: of the jitter of the backoff.
+    address: where the peer listens, None if unknown. seed: of the jitter of the backoff.
     """
 
     def __init__(self, peer: str, address: str | None, env: LinkEnvironment, *, seed: int) -> None:
@@ -160,9 +158,8 @@ class PeerLink:
 
     async def remake(self) -> PeerError | None:
         """Replace the session by one that is made with our newest certificate. The old one goes on until the new one is
-        up, and if that fails. Without an address the session is dropped: the peer dials.
-
-        Returns: why it failed; None if it did not, or there is no session.
+        up, and if that fails. Without an address the session is dropped: the peer dials. Returns why it failed, or
+        None.
         """
         if self.session is None or self._dialing is not None:
             return None
@@ -325,11 +322,9 @@ class PeerLink:
     # ---- accepting ---------------------------------------------------------------------------------------------------
 
     async def accept(self, hello: Hello, stream: AcceptedStream) -> PeerError | None:
-        """Take one stream of the peer's dial, and keep it until its session ends.
+        """Take one stream of the peer's dial, and keep it until its session ends. Raises PeerError: it was refused.
 
         Returns: why its session ended, if the peer broke the protocol; it has been counted already.
-
-        Raises PeerError: why the stream was refused.
         """
         if hello.connection:
             return await self._accept_more(hello, stream)

@@ -42,9 +42,7 @@ class _OpenPort:
 class Listener:
     """Accepts calls at one address. `start` once, then `run` in a task, `stop` at the end.
 
-    Args:
-        identity: ours now. host, port: to bind; port 0 takes a free one.
-        serve: as for `make_server`. handshake_s: to finish TLS. on_lost: called when gRPC has closed the port.
+    identity: ours now. port: 0 takes a free one. serve: as for `make_server`. on_lost: gRPC has closed the port.
     """
 
     def __init__(

@@ -102,11 +102,8 @@ class _Transfer:
 
 
 class BulkOutbound:
-    """Transfers to one peer over one link. `transfer` from any task; `run` in one task; `close` when the link is gone.
-
-    Args:
-        peer: its name. stream: the first bulk connection. executor: for compression of large chunks. pacer: the budget.
-    """
+    """Transfers to one peer over one link. `transfer` from any task; `run` in one task; `close` when the
+    link is gone."""
 
     def __init__(self, peer: str, stream: Stream, executor: Executor, pacer: Pacer) -> None:
         self._peer = peer
@@ -134,9 +131,7 @@ class BulkOutbound:
     async def transfer(self, header: TransferHeader, body: memoryview) -> None:
         """Send a body (a contiguous view of bytes); returns when gRPC has its end, and connections have every chunk.
 
-        The body is not read any more when this returns, raises or is cancelled.
-
-        Raises LinkLost: the link is down or went down before the end.
+        It is not read any more when this returns, raises or is cancelled. Raises LinkLost: the link is or went down.
         """
         self._raise_if_lost()
         lane = BULK_LANES[type(header)]
@@ -223,10 +218,7 @@ class BulkOutbound:
             item.done.set_result(None)
 
     async def _send_chunks(self, lane: BudgetLane, item: _Transfer, transfer: int, counts: list[int]) -> bool:
-        """Hand all chunks to connections; False if the transfer was cancelled before.
-
-        Most chunks need no turn of the loop but gRPC's own: what is awaited here goes on at once where it can.
-        """
+        """Hand all chunks to connections; False if the transfer was cancelled before."""
         size, urgency = item.body.nbytes, _urgency_of(item.header)
         offset, raw_bytes = 0, self._pacer.piece_bytes(self._peer)
         following = self._start_encode(item, transfer, 0, raw_bytes) if size else None

@@ -25,10 +25,7 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 
 
 class PeerLinks:
-    """All methods are called on the event loop.
-
-    Args:
-        env: what the links share. quarantine: counts their strikes. seed: of the jitter between dials.
+    """All methods are called on the event loop. quarantine: counts strikes. seed: of the jitter between dials.
 
     Attributes:
         addresses: where each peer listens, None where that is not known; former peers too.
@@ -59,8 +56,7 @@ class PeerLinks:
     ) -> None:
         """Have links with these peers from now on; with the former ones only until they had time to hear so.
 
-        Args:
-            addresses: of all peers, the former ones too. messages_per_s: see `intake`; None: as before.
+        addresses: of all peers, the former ones too. messages_per_s: see `intake`; None: as before.
         """
         for peer, address in sorted(addresses.items()):
             is_new = peer not in self.addresses
@@ -94,11 +90,9 @@ class PeerLinks:
                 self._env.meter.assign(peer, (endpoint.ip, endpoint.port))
 
     async def renew(self) -> dict[str, PeerError]:
-        """Make each link again with the newest identity, one after the other.
+        """Make each link again with the newest identity, one after the other. Returns by peer why that failed.
 
-        Returns:
-            By peer, why its link could not be made again. It goes on with the old certificate until that ends, unless
-            the peer's is not trusted any more.
+        Such a link goes on with the old certificate until that ends, unless the peer's is not trusted any more.
         """
         failures: dict[str, PeerError] = {}
         for peer, link in list(self.links.items()):

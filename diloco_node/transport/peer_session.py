@@ -120,10 +120,7 @@ async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
 def reason_of_end(peer: str, tasks: Iterable[asyncio.Task[None]], dropped: LinkLost | None) -> PeerError:
     """Return the worst of what ended a session: a violation says more than the lost stream that follows it.
 
-    Args:
-        tasks: of the session. dropped: why it was dropped; None: it was not.
-
-    Raises Exception: what is no fault of the peer (a bug of ours).
+    dropped: why it was dropped; None: it was not. Raises Exception: what is no fault of the peer (a bug of ours).
     """
     errors = [task.exception() for task in tasks if task.done() and not task.cancelled()]
     for error in errors:
@@ -139,12 +136,9 @@ def reason_of_end(peer: str, tasks: Iterable[asyncio.Task[None]], dropped: LinkL
 class Session:
     """The streams of one link while they live. `run` once; `drop` and `add` from anywhere.
 
-    Args:
-        peer: its name. control, bulk: the two streams that there always are. env: see LinkEnvironment.
-        intake: limits how fast the peer's messages are taken; the same for all sessions with it.
-        instance: of the peer's process, from its hello.
-        accepted_dial: the peer's number of this session; None: we dialed.
-        more: opens the bulk connection of an index, where we dialed; raises PeerError.
+    control, bulk: the two streams that there always are. intake: the same for all sessions with the peer.
+    instance: of the peer's process, from its hello. accepted_dial: the peer's number of this session; None: we dialed.
+    more: opens the bulk connection of an index, where we dialed; raises PeerError.
     """
 
     def __init__(
@@ -197,10 +191,7 @@ class Session:
         return self.outbound.connections
 
     def add(self, stream: Stream) -> None:
-        """Use one more bulk connection from now on; the session closes it.
-
-        Raises LinkLost: the session is over, and the stream still the caller's.
-        """
+        """Use one more bulk connection from now on, and close it in the end. Raises LinkLost: the session is over."""
         if self._over.is_set() or not self._has_run:
             raise LinkLost(f"{self._peer}: a further connection for a session that is not up")
         self.streams.append(stream)

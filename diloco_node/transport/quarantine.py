@@ -30,9 +30,8 @@ FORGIVEN_AFTER_NS: Final = 86_400 * NS_PER_S
 class _Record:
     """The strikes of one peer.
 
-    Attributes:
-        strikes_ns: the last ones, oldest first. until_ns: it is shut out before then; 0: it never was.
-        length_ns: of the last quarantine. reason: of the last strike.
+    strikes_ns: the last ones, oldest first. until_ns: it is shut out before then; 0: it never was.
+    length_ns: of the last quarantine. reason: of the last strike.
     """
 
     strikes_ns: deque[int] = field(default_factory=lambda: deque(maxlen=STRIKES))
@@ -53,7 +52,7 @@ class Quarantine:
         self._records.setdefault(peer, _Record())
 
     def strike(self, peer: str, reason: str, *, now_ns: int) -> bool:
-        """A peer did what no honest one does. Returns whether it is shut out from now on.
+        """Count what no honest peer does; whether it is shut out from now on.
 
         Strikes from before the quarantine do not count again, nor do those that are found during it.
         """

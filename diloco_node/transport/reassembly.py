@@ -32,10 +32,9 @@ class Reassembly:
         self.arrived_bytes = 0
 
     def take(self, connection: int, offset: int, size: int) -> None:
-        """A chunk came; `size` is at least 1.
+        """Take a chunk of at least one byte.
 
-        Raises ProtocolViolation: it has bytes that came before or are none of the transfer's, or it should not be on
-        this connection.
+        Raises ProtocolViolation: its bytes came before or are none of the transfer's, or it is on a wrong connection.
         """
         stop = offset + size
         if stop > self._raw_bytes:
@@ -71,10 +70,9 @@ class Reassembly:
             self.stops.insert(at, stop)
 
     def end(self, chunks: Sequence[int]) -> None:
-        """No more chunks will be sent: announced over the first connection, whose chunks must all have come. Call once.
+        """Take the announcement that no more chunks will be sent. Call once.
 
-        Args:
-            chunks: how many went over each connection; those that are not named carried none.
+        chunks: how many went over each connection; the first one's must all have come, those not named carried none.
 
         Raises ProtocolViolation: what came does not agree with that.
         """

@@ -100,8 +100,7 @@ class DuplicateInstance(LinkLost):
 class Stream(Protocol):
     """Frames in both directions. It has a reader task, a writer task, and `close` from anywhere.
 
-    Attributes:
-        certificate: by which the peer is linked; None where nobody asks.
+    certificate: by which the peer is linked; None where nobody asks.
     """
 
     certificate: Certificate | None
@@ -369,9 +368,7 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
 async def dial(
     identity: Identity, peer: str, address: str, lane: Lane, *, timeout_s: float, metadata: Metadata = ()
 ) -> DialedStream:
-    """Connect to a peer, with TLS in both directions, and open the call of one lane; `metadata` is sent with it.
-
-    All addresses of a name are tried (`transport.addresses`).
+    """Connect to a peer, at any address of its name, and open the call of one lane with its `metadata`.
 
     Raises LinkLost: names the peer, the address, the stage that failed, and the time it took.
     """

@@ -249,7 +249,7 @@ class GrpcTransport:
         """Stream a body in chunks (zstd where it pays). Returns when the last chunk is handed to the link.
 
         Within the budget, rounds go before recovery, and those of one lane in the order of `outbound`. The body must
-        not change meanwhile; it is not read any more when this returns, raises or is cancelled.
+        not change until this returns, raises or is cancelled.
 
         Raises LinkLost: the link is down, went down on the way, or was too slow.
         """

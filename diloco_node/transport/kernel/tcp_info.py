@@ -125,11 +125,7 @@ def _descriptors() -> list[int]:
 
 
 class _View(socket.socket):
-    """A descriptor as a socket, while a block lasts: the descriptor is gRPC's, and stays open.
-
-    It may be closed or reused at any moment, so every call may fail. One of something else fails at once, which is
-    cheaper than to ask for its kind first.
-    """
+    """A descriptor of gRPC's as a socket, while a block lasts. It may be closed or reused, so every call may fail."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(socket.AF_INET6, socket.SOCK_STREAM, 0, fd)

@@ -74,8 +74,7 @@ class LinkCounters:
 class WireMeter:
     """Adds up the sockets of each peer, dead ones included. All methods run on the transport's event loop.
 
-    A socket that closes between two samples loses what it carried since the last one; `sample` is called before we
-    close one ourselves.
+    A socket that closes between two samples loses what it carried since: `sample` before closing one ourselves.
     """
 
     def __init__(self) -> None:
@@ -173,12 +172,9 @@ class WireMeter:
         return tcp_of(self._of(peer))
 
     def pace(self, peer: str, rate_bytes_per_s: int | None, *, connections: int = 1) -> None:
-        """Have the kernel send no faster on the peer's bulk connections than this; None: no limit.
+        """Have the kernel send no faster on the peer's bulk connections than this, shared by so many; None: no limit.
 
         Bytes that the sockets hold already obey as well. Pieces are spread out over time instead of leaving at once.
-
-        Args:
-            connections: how many share the load: each of all there are gets such a part of the rate.
         """
         rate = None if rate_bytes_per_s is None else max(1, rate_bytes_per_s // connections)
         for sock in self._of(peer):

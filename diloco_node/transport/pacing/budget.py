@@ -103,9 +103,8 @@ class _WaitingPiece:
 class _PeerBudget:
     """A peer's bucket, and the counters of its traffic.
 
-    Attributes:
-        unlearnt_bulk_bytes, unlearnt_control_bytes: handed to the link since the kernel's counters were last read.
-        charged_bytes: taken from the buckets, of what the kernel counts as data.
+    unlearnt_bulk_bytes, unlearnt_control_bytes: handed to the link since the kernel's counters were last read.
+    charged_bytes: taken from the buckets, of what the kernel counts as data.
     """
 
     bucket: TokenBucket
@@ -140,10 +139,7 @@ class PeerUse:
 
 
 class EgressBudget:
-    """Region, then peer, then lane. See the module's docstring for who calls what.
-
-    Args:
-        peers: their names. now_ns: when it starts. There is no limit at first.
+    """Region, then peer, then lane; without a limit at first. See the module's docstring for who calls what.
 
     Attributes:
         region: the bucket of all peers together.
@@ -189,10 +185,8 @@ class EgressBudget:
         return piece_bytes(self.rate_bytes_per_s(peer))
 
     def try_spend(self, peer: str, lane: BudgetLane, handed_bytes: int, *, now_ns: int) -> bool:
-        """Send a piece if it may go now and no other one waits for what it would take: `request` and `release` at once.
-
-        Returns: whether it goes; it counts as sent then, and nothing has changed if not.
-        """
+        """Send a piece if it may go now and no other one waits for what it would take; whether it goes, and counts as
+        sent."""
         entry = self._peers[peer]
         rivals = (entry,) if self.region.rate_bytes_per_s is None else self._peers.values()
         return not any(rival.waiting for rival in rivals) and self._spend(entry, lane, handed_bytes, now_ns)
@@ -208,11 +202,9 @@ class EgressBudget:
         return True
 
     def request(self, peer: str, lane: BudgetLane, handed_bytes: int, urgency: tuple[int, ...], *, now_ns: int) -> None:
-        """A piece wants to go.
+        """Have a piece wait for its turn. handed_bytes: as it will be handed to the link.
 
-        Args:
-            lane: not CONTROL, which never waits. handed_bytes: as it will be handed to the link.
-            urgency: within a lane the smallest goes first; peers with the same alternate.
+        lane: not CONTROL, which never waits. urgency: the smallest goes first; peers with the same alternate.
         """
         waiting = self._peers[peer].waiting
         assert lane is not BudgetLane.CONTROL
@@ -286,10 +278,8 @@ class EgressBudget:
     def learn_overhead(self, peer: str, *, data_bytes: int, other_bytes: int, now_ns: int) -> None:
         """Take the kernel's count of bytes to a peer since start: learn the overhead, charge the unforeseen.
 
-        Args:
-            data_bytes: payload sent for the first time, with its headers. It lags behind what was handed over, by what
-                the link still holds: so only a surplus is a fact.
-            other_bytes: pure acknowledgements and retransmissions, with headers.
+        data_bytes: payload sent for the first time, with headers; it lags behind by what the link still holds, so only
+        a surplus is a fact. other_bytes: pure acknowledgements and retransmissions, with headers.
         """
         entry = self._peers[peer]
         data = data_bytes - entry.measured_data_bytes

@@ -44,12 +44,10 @@ DEMAND_MAX: Final = 1 << 62
 
 @dataclass(slots=True)
 class _Grant:
-    """The demand and the share of one peer.
+    """The demand and the share of one peer. granted: the last grant sent on this link, None: none yet.
 
-    Attributes:
-        granted: the last grant sent on this link, None: none yet.
-        before, until_ns: an earlier, larger grant that may still be in use until then.
-        unlearnt_bytes: read since the kernel's counters were last taken.
+    before, until_ns: an earlier, larger grant that may still be in use until then.
+    unlearnt_bytes: read since the kernel's counters were last taken.
     """
 
     bucket: TokenBucket
@@ -70,13 +68,10 @@ class _Grant:
 
 
 class IngressGrants:
-    """Shares of the ingress ceiling, and the back-stop.
+    """Shares of the ingress ceiling, without a limit at first, and the back-stop.
 
     After every change of the region's rate, every call of `set_peer_rate`, `demand_reported`, `connected`, `lost` and
     `measured`, and at `wake_at_ns`: send what `due` returns.
-
-    Args:
-        peers: their names. now_ns: when it starts. There is no limit at first.
 
     Attributes:
         region: the bucket of all peers together.
@@ -204,9 +199,9 @@ class IngressGrants:
 
 
 def max_min(total: int, caps: Mapping[str, int]) -> dict[str, int]:
-    """Share `total` among those with a cap each: nobody gets more than its cap, and nobody could get more without
-    taking from one that has less. The rest that nobody may have is left over; a byte or so of remainder goes to the
-    last.
+    """Share `total` among those with a cap each: nobody could get more without taking from one that has less.
+
+    What nobody may have is left over; a byte or so of remainder goes to the last.
     """
     shares: dict[str, int] = {}
     left_bytes, waiting = total, sorted(caps, key=lambda peer: (caps[peer], peer))

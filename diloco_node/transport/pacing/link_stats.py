@@ -23,9 +23,6 @@ LOSS_BYTES_MIN: Final = 4 * 2**20
 class LinkWatch:
     """The counters of one peer. Call `taken` for each sample, then `pace`; `lost` at the end of a session.
 
-    Args:
-        peer: its name. meter: the kernel's counters.
-
     Attributes:
         rate_bytes_per_s: what is sent while something is on its way, fading.
         busiest_bytes_per_s: what the busier direction carried, fading.
@@ -73,8 +70,7 @@ class LinkWatch:
     def target_connections(self, *, ceiling_bytes_per_s: int | None) -> int:
         """How many bulk connections the link is worth, by what is known of it now.
 
-        Args:
-            ceiling_bytes_per_s: the most that may go in either direction; None: no limit in one of them.
+        ceiling_bytes_per_s: the most that may go in either direction; None: no limit in one of them.
         """
         tcp = self._meter.tcp(self._peer) if self._meter.goes_by_loss else None
         is_known = tcp is not None and tcp.sent_bytes >= LOSS_BYTES_MIN
@@ -90,7 +86,7 @@ class LinkWatch:
     def is_spread(self) -> bool:
         """Whether the kernel spreads out what it is handed at once, so that it waits in a socket and not on the line.
 
-        Not with several connections: each is paced to its share, and one that got less would run dry before the others.
+        Not with several connections: one that got less than its share would run dry before the others.
         """
         return self._is_paced and self.connections == 1
 

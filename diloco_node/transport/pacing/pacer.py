@@ -59,14 +59,11 @@ PIECE_FREE_BYTES_MIN: Final = 64 * 2**10
 
 @dataclass(slots=True)
 class _PeerState:
-    """The shell's facts about one peer.
+    """The shell's facts about one peer. link: what the kernel counted, and what follows from it.
 
-    Attributes:
-        link: what the kernel counted, and what follows from it.
-        transfers: that are queued or on their way, `waiting_bytes` before compression. idle: the timer that will report
-            to the peer that there are none.
-        reported_demand: the last IngressDemand on this link. is_granted: the peer shares out what it may receive.
-        read_bytes: of all frames.
+    transfers: queued or on their way, `waiting_bytes` before compression. idle: the timer that reports their end.
+    reported_demand: the last IngressDemand on this link. is_granted: the peer shares out what it may receive.
+    read_bytes: of all frames.
     """
 
     link: LinkWatch
@@ -81,9 +78,7 @@ class _PeerState:
 class Pacer:
     """The budget of one transport. All methods run on its event loop.
 
-    Args:
-        peers: their names. meter: the kernel's counters. send: queues a control message to a peer.
-        now_ns: monotonic. minute_of_day: of the wall clock, for the schedule.
+    send: queues a control message to a peer. now_ns: monotonic. minute_of_day: of the wall clock, for the schedule.
     """
 
     def __init__(
@@ -258,10 +253,8 @@ class Pacer:
         self.release()
 
     def _follow_lateness(self, *, at_ns: int | None = None) -> None:
-        """Let the buckets catch up on time lost to late timers since `at_ns` (None: now).
-
-        Coalesced pieces do not burst: the kernel spreads them out.
-        """
+        """Let the buckets catch up on time lost to late timers; coalesced pieces do not burst: the kernel spreads them
+        out."""
         is_spread = all(state.link.is_spread for state in self._peers.values() if state.transfers)
         self._coalesce_ns = COALESCE_NS if is_spread else 0
         self._egress.set_lateness(self._late_ns + self._coalesce_ns, now_ns=self._now_ns() if at_ns is None else at_ns)
@@ -429,8 +422,7 @@ class Pacer:
         """Ceilings, shares, and bytes in demand, allowed and used; plain values for JSON.
 
         While something waited to be sent, `used_bytes` went out, and `allowed_bytes` the egress ceiling would have let
-        through: what went out, and what was allowed and came too late. Their ratio is how much of the budget was used
-        when there was work.
+        through. Their ratio is how much of the budget was used when there was work.
         """
         self._count_use(self._now_ns())
         limits = self.plan.limits_at(self._minute_of_day())
