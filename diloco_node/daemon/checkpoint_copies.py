@@ -74,11 +74,8 @@ class CheckpointCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopyState:
-    """A version under a URL.
-
-    Attributes:
-        checkpoint: None: half a copy, or one that can't be read. lack: why then; empty if it is whole.
-    """
+    """A version under a URL. checkpoint: None: half a copy, or one that can't be read. lack: why; empty if
+    it is whole."""
 
     version: int
     checkpoint: CheckpointCopy | None
@@ -86,13 +83,7 @@ class CopyState:
 
 
 class CheckpointCopies:
-    """The copies at a place.
-
-    Args:
-        place: a URL, or a folder.
-
-    Raises ConfigError: the URL is of no store that is known.
-    """
+    """The copies at a place: a URL, or a folder. Raises ConfigError: the URL is of no store that is known."""
 
     def __init__(self, place: str | Path) -> None:
         self._objects = open_objects(place)
@@ -219,11 +210,9 @@ class CheckpointCopies:
     def write(
         self, checkpoint: CheckpointCopy, values: Callable[[int], tuple[F32, F32]], predecessor: CopyState | None
     ) -> None:
-        """Write a copy; whole and durable when this returns.
+        """Write a copy; whole and durable when this returns. values: as `read` has those of a fragment.
 
-        Args:
-            values: parameters and momentum of a fragment, each shape (n,), float32.
-            predecessor: of the same version; it is not whole any more from the first byte on.
+        predecessor: of the same version; it is not whole any more from the first byte on.
 
         Raises StorageError: the store refuses; what was written until then is half a copy, and no other one changed.
         """

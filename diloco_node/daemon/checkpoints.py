@@ -82,10 +82,7 @@ def copy_region(
 ) -> tuple[CheckpointCopy, bool]:
     """Copy a version from regions' folders; without `version` and `step` the newest one.
 
-    Args:
-        is_forced: a whole copy of this version is written once more.
-
-    Returns: the checkpoint, and whether it was written: a whole copy that is there stays.
+    Returns: the checkpoint, and whether it was written: a whole copy that is there stays, unless `is_forced`.
 
     Raises ConfigError: the version can't be had, or another run's copies are there. StorageError: disk or store refuse.
     """
@@ -145,9 +142,8 @@ def region_faults(folders: Sequence[Path], version: int | None) -> tuple[int, li
 
     Returns: how many files were read, or fragments computed, and a line for each that differs, with its name.
 
-    Raises:
-        ConfigError: the version can't be had. StorageError: a ledger is damaged, or the disk refuses; for a version
-            also: a file of it differs.
+    Raises ConfigError: the version can't be had. StorageError: a ledger is damaged, the disk refuses, or a file of the
+    version differs.
     """
     if version is not None:
         return len(read_past(folders, version=version)[2].theta), []

@@ -54,11 +54,7 @@ class ConsoleHandler(logging.Handler):
 
 
 class Console:
-    """Decides which lines are shown. Times are seconds on one monotonic clock.
-
-    Args:
-        run_id: for the first and the last line. state_dir: where the final model will be.
-    """
+    """Decides which lines are shown. Times are seconds on one monotonic clock."""
 
     def __init__(self, run_id: str, state_dir: Path, settings: RunSettings, *, now_s: float) -> None:
         self._run_id = run_id
@@ -72,11 +68,7 @@ class Console:
         self._rounds = 0
 
     def look(self, status: Mapping[str, Any], not_ready: str, *, now_s: float) -> list[str]:
-        """The lines that are due.
-
-        Args:
-            status: the status document. not_ready: why the region does not train; empty if it does.
-        """
+        """The lines that are due. status: the document. not_ready: why the region does not train; empty if it does."""
         if self._is_over:
             return []
         if status["state"] == "finished":

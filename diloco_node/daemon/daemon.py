@@ -100,10 +100,8 @@ class Daemon:
         self.learner_process: dict[str, Any] = {}
 
     async def run(self) -> int:
-        """Start, serve, stop; the exit code.
-
-        Raises DilocoError: it could not start (its `exit_code` says why), or broke.
-        """
+        """Start, serve, stop; the exit code. Raises DilocoError: it could not start (its `exit_code` says why), or
+        broke."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -196,11 +194,10 @@ class Daemon:
             self.end(error)
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the process.
+        """End the process. error: None: the run is over, or somebody asked for it.
 
-        Args:
-            error: None: the run is over, or somebody asked for it. Else the core, an effect or a task raised what it
-                never should, and a new process starts from the disk; or a newer process of this region runs.
+        Else the core, an effect or a task raised what it never should, and a new process starts from the disk; or a
+        newer process of this region runs.
         """
         if error is not None:
             log.error("ends", region=self.spec.region, error=repr(error))
@@ -343,10 +340,8 @@ class Daemon:
         }
 
     def not_ready_reason(self, document: Mapping[str, Any] | None = None) -> str:
-        """The learner first: what it does not do is often why the rest waits.
-
-        Args: document: of the status, where there is one of this moment.
-        """
+        """Name the learner first, in the status document or as of now: what it does not do is often why the
+        rest waits."""
         fault = learner_fault(self._facts() if document is None else document)
         reason = self._starting_reason if self.node is None else self.node.status.not_ready_reason()
         if fault is None or fault[1] == reason:

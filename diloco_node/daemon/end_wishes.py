@@ -23,11 +23,7 @@ log = structlog.get_logger(part="disk")
 
 
 class EndWishes:
-    """See the module.
-
-    Args:
-        folder: the region's.
-    """
+    """See the module. folder: the region's."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / WISHES_NAME

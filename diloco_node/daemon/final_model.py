@@ -24,10 +24,7 @@ LINGER_MAX_S: Final = 1800.0
 
 
 def write_final(state_dir: Path, tensors: dict[str, npt.NDArray[np.float32]]) -> None:
-    """Write the model to `state_dir/final.safetensors`: temporary name, fsync, rename, fsync of the folder.
-
-    Args:
-        tensors: by name, float32, shaped.
+    """Write the model, float32 by name, to `state_dir/final.safetensors`; durable when this returns.
 
     Raises StorageError: the disk refused; the temporary file is gone again, if the disk allows that.
     """
@@ -60,12 +57,9 @@ class Linger:
         self._seen: tuple[object, ...] = ()
 
     def is_over(self, applied_indexes: Iterable[int], *, learner_is_done: bool, serves: int, now_s: float) -> bool:
-        """Whether to go.
+        """Whether to go. applied_indexes: per other region the last ledger entry that it said it has applied.
 
-        Args:
-            applied_indexes: per other region the last ledger entry that it said it has applied.
-            learner_is_done: it has reported its last figures, or is gone.
-            serves: transfers to regions that fetch what they lack.
+        learner_is_done: it has reported its last figures, or is gone. serves: transfers to regions that lack something.
         """
         lacking = tuple(index for index in applied_indexes if index < self._needed_index)
         if learner_is_done and not lacking:

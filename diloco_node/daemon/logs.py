@@ -53,11 +53,7 @@ def _add_part(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.t
 
 
 def set_up_logs(level: str = "info", form: LogFormat = "logfmt") -> None:
-    """Configure structlog for this process. Characters that can't be printed are escaped: names come from outside.
-
-    Args:
-        level: a key of LOG_LEVELS. form: of the lines.
-    """
+    """Configure structlog for this process. Characters that can't be printed are escaped: names come from outside."""
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,

@@ -51,9 +51,8 @@ class LoneRegion:
 def look_alone(folder: Path, region: str) -> LoneRegion:
     """Say what `go_on_alone` would do, without changing anything; a daemon may run on the folder.
 
-    Raises:
-        ConfigError: the region has no vote, or lacks a state or payload; the run is over, or has not begun; nobody else
-            is a member. StorageError: the folder can't be read, or is damaged.
+    Raises ConfigError: the region has no vote, or lacks a state or payload; the run is over, or has not begun; nobody
+    else is a member. StorageError: the folder can't be read, or is damaged.
     """
     return _read(folder, region, RegionStore(folder, is_read_only=True)).facts
 
@@ -61,8 +60,7 @@ def look_alone(folder: Path, region: str) -> LoneRegion:
 def go_on_alone(folder: Path, region: str, run_id: str, sign: Callable[[bytes], bytes]) -> LoneRegion:
     """Remove all members but this region in its own ledger. It goes on when its daemon is started.
 
-    Args:
-        folder: its state folder. sign: a statement, with the key of the run's authority.
+    sign: a statement, with the key of the run's authority.
 
     Raises ConfigError: as `look_alone`. StorageError: that, or a daemon runs on the folder, or it can't be written.
     """
@@ -109,11 +107,7 @@ def _read(folder: Path, region: str, store: RegionStore) -> _Ledger:
 
 
 def _fault(folder: Path, region: str, roster: Roster, recovery: Recovered, lack: str) -> str:
-    """Say why this region can't go on alone, and what to do; empty if it can.
-
-    Args:
-        lack: a file that is missing, or empty.
-    """
+    """Say why this region can't go on alone, and what to do; empty if it can. lack: a missing file, or empty."""
     if not roster.voters:
         return f"{folder} names no member of a run: the run has not begun there"
     if region not in roster.voters:
@@ -164,10 +158,7 @@ def last_roster(recovery: Recovered) -> Roster:
 def removals(recovery: Recovered, region: str, sign: Callable[[Roster], bytes]) -> tuple[Entry, ...]:
     """Make the entries that follow a ledger and remove all members but one region.
 
-    Args:
-        sign: a roster, with the key of the run's authority.
-
-    Raises ConfigError: there are none such.
+    sign: a roster, with the key of the run's authority. Raises ConfigError: there are none such.
     """
     roster = last_roster(recovery)
     last = recovery.entries[-1] if recovery.entries else recovery.base

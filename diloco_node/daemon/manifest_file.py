@@ -45,9 +45,7 @@ def manifest_of(document: Mapping[str, Any]) -> Manifest:
 def load_manifest(state_dir: Path) -> Manifest | None:
     """Return the manifest of `save_manifest`, laid out again; None on a fresh folder.
 
-    Raises:
-        DamagedFile: the file is not what was written, or lays out to another digest than it names.
-        StorageError: the disk refuses.
+    Raises DamagedFile: it is not what was written, or lays out to another digest. StorageError: the disk refuses.
     """
     path = state_dir / MANIFEST_NAME
     try:
@@ -63,10 +61,7 @@ def load_manifest(state_dir: Path) -> Manifest | None:
 
 
 def recover_manifest(state_dir: Path) -> tuple[Manifest | None, str]:
-    """As `load_manifest`, but a damaged file is set aside and counts as missing.
-
-    Returns:
-        The manifest; what was wrong with the file and where it is now, empty if nothing was.
+    """As `load_manifest`, but a damaged file is set aside and counts as missing; with what was wrong, empty if nothing.
 
     Raises StorageError: the disk refuses.
     """

@@ -211,10 +211,8 @@ class Node:
         )
 
     async def start(self) -> None:
-        """Bind the port between regions and start the core's clockwork.
-
-        Raises BindError, IdentityError, StorageError: as named.
-        """
+        """Bind the port between regions and start the core's clockwork. Raises BindError, IdentityError,
+        StorageError."""
         await self.transport.start()
         self._pump.start()
         for wish in self._end_wishes.of_last_life():
@@ -393,10 +391,8 @@ class Node:
         self._order(EntryOrdered(DiskNamedBody(peer, b"" if is_lifted else EXPELLED), is_cut_off=not is_lifted))
 
     def change_members(self, document: Mapping[str, Any]) -> None:
-        """Have the ledger change a region's membership; this one hands over first if it leads.
-
-        Raises ConfigError: why that can't be.
-        """
+        """Have the ledger change a region's membership; this one hands over first if it leads. Raises ConfigError: why
+        not."""
         addresses = {self._spec.region: self._spec.address, **self.transport.addresses}
         order = member_order(document, self.core.ledger.disks.roster, addresses)
         try:
@@ -416,15 +412,9 @@ class Node:
         return self.transport.credentials.identity.signature_fault(statement, signature)
 
     def revoke(self, region: str, pem: bytes) -> str:
-        """Have the ledger revoke a certificate.
+        """Have the ledger revoke a certificate of a region; the beginning of its fingerprint.
 
-        Args:
-            region: its. pem: the certificate; empty: the one that the region has shown last.
-
-        Returns:
-            The beginning of its fingerprint.
-
-        Raises ConfigError: it is not known, or why it can't be revoked.
+        pem: empty: the one that the region has shown last. Raises ConfigError: it is not known, or can't be revoked.
         """
         credentials = self.transport.credentials
         own = credentials.identity.certificate

@@ -16,12 +16,8 @@ from diloco_node.storage.store import RegionStore
 class NodeRuntime:
     """Parts of the process that exist before the model is known, and outlive each node.
 
-    Attributes:
-        store: the region's folder, open.
-        learner_server: the socket to the learner.
-        notes: takes decisions for the log and the status.
-        now_ns: monotonic.
-        end: ends the process: with None when nobody needs it any more, else with the error that broke it.
+    notes: takes decisions for the log and the status. now_ns: monotonic.
+    end: ends the process: with None when nobody needs it any more, else with the error that broke it.
     """
 
     spec: NodeSpec

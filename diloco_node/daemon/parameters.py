@@ -67,10 +67,7 @@ class Parameters:
         self._locks = [asyncio.Lock() for _ in manifest.fragments]
 
     async def adopt(self, fragment: int, version: int) -> None:
-        """Take the state on disk as the state in memory.
-
-        Raises StorageError: there is no such state, or it is damaged.
-        """
+        """Take the state on disk as the state in memory. Raises StorageError: there is none such, or it is damaged."""
 
         def read() -> F32:
             theta, momentum = self._store.read_state(fragment, version)
@@ -147,10 +144,8 @@ class Parameters:
             return self.versions[fragment]
 
     async def checkpoint(self, fragment: int) -> tuple[int, bytes]:
-        """Write the fragment's state to disk (fsync); returns the version written, and its digest.
-
-        Raises StorageError: the disk refused.
-        """
+        """Write the fragment's state to disk (fsync); returns the version written, and its digest. Raises
+        StorageError."""
         async with self._locks[fragment]:
             version = self.versions[fragment]
             digest = await in_thread(self._pool, fragment_digest, self.theta[fragment], self.momentum[fragment])
@@ -190,11 +185,7 @@ def join_fragments(manifest: Manifest, vectors: Sequence[F32]) -> dict[str, F32]
 
 
 def split_tensors(manifest: Manifest, tensors: Mapping[str, F32]) -> list[F32]:
-    """Per fragment its values, shape (n,), float32; a copy.
-
-    Args:
-        tensors: all tensors of the manifest by name, float32, shaped.
-    """
+    """Per fragment its values, shape (n,), float32, of all tensors by name; a copy."""
     vectors = [np.empty(fragment.size, np.float32) for fragment in manifest.fragments]
     for fragment, vector in zip(manifest.fragments, vectors, strict=True):
         for piece in fragment.pieces:

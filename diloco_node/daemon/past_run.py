@@ -77,11 +77,9 @@ def read_runs(folders: Sequence[Path]) -> list[PastRun]:
 def find_past(
     folders: Sequence[Path], *, version: int | None = None, step: int | None = None
 ) -> tuple[PastRun, PastVersion]:
-    """Find a version of the run in regions' folders.
+    """Find a version of a run by its number, or the newest one up to a step; without both the newest that can be had.
 
-    Args:
-        folders: of one run, the one to prefer first. version: its number, or `step`: the newest one up to that step.
-            Neither: the newest one that can be had.
+    folders: of one run, the one to prefer first.
 
     Raises ConfigError: it is in the future, or gone; names the nearest that can be had. StorageError: as `read_runs`.
     """

@@ -40,13 +40,10 @@ SHARE_USED_HIGH: Final = 0.9
 
 
 def changed_plan(plan: BudgetPlan, document: Mapping[str, Any], peers: Collection[str]) -> BudgetPlan:
-    """The plan after what an operator asked for.
+    """The plan after what an operator asked for. Raises ConfigError: what is wrong with it.
 
-    Args:
-        document: "egress" and "ingress" as text ("2Gbit/s", or "none" for no limit), at least one of them; "peer": only
-            that peer's. peers: names that there are.
-
-    Raises ConfigError: what is wrong with it.
+    document: "egress" and "ingress" as text ("2Gbit/s", or "none" for no limit), at least one of them; "peer": only
+    that peer's. peers: names that there are.
     """
     from diloco_node.config.budget_settings import (
         parse_ceiling_or_none,  # brings pydantic, which the daemon else does without
@@ -95,11 +92,7 @@ def plan_of_file(path: Path, region: str) -> tuple[BudgetPlan, str]:
 
 
 class BudgetWatch:
-    """Call `look` every BUDGET_POLL_S, never twice at once.
-
-    Args:
-        manifest, settings: of the run.
-    """
+    """Call `look` every BUDGET_POLL_S, never twice at once."""
 
     def __init__(self, manifest: Manifest, settings: RunSettings) -> None:
         self._sizes = fragment_sizes(manifest)
@@ -130,11 +123,9 @@ class BudgetWatch:
     def look(self, view: RegionView, budget: Mapping[str, Any], *, late_ns: int = 0) -> Note | None:
         """Compare what is needed with what there is. In a thread: the search for what would fit takes a while.
 
-        Args:
-            view: of the core now. budget: as `Pacer.status` has it. late_ns: how late this process's timers are.
+        budget: as `Pacer.status` has it. late_ns: how late this process's timers are.
 
-        Returns:
-            The line to log, when it begins, when the budget that it is about changes, and when it ends.
+        Returns: the line to log, when it begins, when the budget that it is about changes, and when it ends.
         """
         if view.learner is None or view.is_ending or view.finished:
             return None  # nothing is due; what was said last stays in the status, and in the report

@@ -30,11 +30,7 @@ def numberless(text: str) -> str:
 
 
 class Repeats:
-    """Decides which lines are told.
-
-    Args:
-        now_ns: monotonic. causes_max: different lines of one kind that are told in a window.
-    """
+    """Decides which lines are told. causes_max: different lines of one kind that are told in a window."""
 
     def __init__(self, now_ns: Callable[[], int], *, causes_max: int = CAUSES_MAX) -> None:
         self._now_ns = now_ns

@@ -64,11 +64,9 @@ class TrackedRound:
 
 
 class RoundLog:
-    """Give it to the pump as `observe`.
+    """Give it to the pump as `observe`. unix_s: the wall clock, for people.
 
-    Args:
-        region: this one. now_ns: monotonic. unix_s: the wall clock, for people.
-        on_committed: called with each finished row, as `rows` has it.
+    on_committed: called with each finished row, as `rows` has it.
     """
 
     def __init__(

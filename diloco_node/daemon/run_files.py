@@ -45,11 +45,9 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: Path) -> RunFiles:
-        """Read a folder.
+        """Read a folder. Raises ConfigError: its settings can't be read.
 
-        Raises:
-            StorageError: something is missing, damaged, or of another run; says what, and what to do.
-            ConfigError: the folder's settings can't be read.
+        Raises StorageError: something is missing, damaged, or of another run; says what, and what to do.
         """
         spec = NodeSpec.load(folder / NODE_NAME)
         manifest = load_manifest(folder)

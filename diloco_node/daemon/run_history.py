@@ -110,10 +110,7 @@ def _number(value: Any) -> float | None:
 
 
 class RunHistory:
-    """The points of one region, and their file.
-
-    Args:
-        folder: the region's. sample_s: between two points of a short run. points_max: how many are kept, at least 2.
+    """The points of one region, and their file. sample_s: between two points of a short run. points_max: at least 2.
 
     Attributes:
         period_s: between two points; doubles when they are too many.
@@ -131,10 +128,7 @@ class RunHistory:
         self._is_whole = False
 
     def take(self, status: Mapping[str, Any]) -> bool:
-        """Take the point that a status document makes, and its new marks. Returns whether there is something to save.
-
-        Each two points become one when there are too many.
-        """
+        """Take the point and the new marks that a status document makes. Returns whether there is something to save."""
         self._take_marks(status)
         point = point_of(status, time.time())  # noqa: TID251 - shown to people, decides nothing
         if point is not None:

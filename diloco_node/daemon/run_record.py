@@ -50,12 +50,9 @@ class RunRecord:
         return None if self.end is None else self.end.reason
 
     def check(self, state_dir: Path, *, run_id: str, founders: Iterable[str]) -> None:
-        """Refuse a folder of another run, naming both.
+        """Refuse a folder of another run, naming both: it has another name, or other regions. Raises ConfigError.
 
-        Args:
-            founders: of the run, by run.toml. It need not name those that were removed, nor those that were added.
-
-        Raises ConfigError: the folder's run has another name, or other regions.
+        founders: by run.toml, which need not name those that were removed, nor those that were added.
         """
         genesis = self.genesis
         if genesis.run_id != run_id:

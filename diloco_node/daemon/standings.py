@@ -29,11 +29,7 @@ class _Turn(NamedTuple):
 
 
 class Standings:
-    """Give it each committed round.
-
-    Args:
-        cosines: per learner those of its last contributions, oldest first (`StripeEffects.cosines`).
-    """
+    """Give it each committed round. cosines: per learner those of its last contributions (`StripeEffects.cosines`)."""
 
     def __init__(self, cosines: Mapping[str, Sequence[float]]) -> None:
         # By region; worked out once, for documents are made more often than rounds.

@@ -63,9 +63,7 @@ class ReplayReport:
 class Replay:
     """Reads a state folder, also below a running daemon; `run` computes.
 
-    Raises:
-        StorageError: something is missing or damaged; says what, and what to do.
-        ConfigError: the folder's settings can't be read.
+    Raises StorageError: something is missing or damaged; says what, and what to do. ConfigError: so are its settings.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,13 +83,7 @@ class Replay:
         return sum(len(fragment.rounds) for fragment in self.plan)
 
     def run(self, on_round: Callable[[], None]) -> ReplayReport:
-        """Compute.
-
-        Args:
-            on_round: called after each outer step.
-
-        Raises StorageError: a file is damaged, or is gone since: the daemon that runs here may have removed it.
-        """
+        """Compute, and call `on_round` after each outer step. Raises StorageError: as `compute`."""
         parameters, checks = compute(self._files, self.plan, on_round)
         return ReplayReport(tuple(self.plan), checks, self._compare_final(parameters))
 
@@ -113,13 +105,9 @@ class Replay:
 def compute(
     files: RunFiles, plan: Sequence[FragmentReplay], on_round: Callable[[], None]
 ) -> tuple[Parameters, tuple[DigestCheck, ...]]:
-    """Take the outer steps of a plan.
+    """Take the outer steps of a plan, and call `on_round` after each one.
 
-    Args:
-        on_round: called after each one.
-
-    Returns:
-        Parameters and momentum after them, and the digests that the ledger names on the way beside those computed.
+    Returns: parameters and momentum, and the digests that the ledger names on the way beside those computed.
 
     Raises StorageError: a file is damaged, or is gone since: the daemon that runs here may have removed it.
     """
@@ -163,17 +151,11 @@ async def _check(parameters: Parameters, fragment: FragmentReplay) -> list[Diges
 def read_past(
     folders: Sequence[Path], *, version: int | None = None, step: int | None = None
 ) -> tuple[RunFiles, PastVersion, Parameters]:
-    """Compute parameters and momentum of an earlier version.
+    """Compute an earlier version; the folder that it comes from, the version, its parameters and momentum.
 
-    Args:
-        folders, version, step: as for `past_run.find_past`.
+    folders, version, step: as for `past_run.find_past`.
 
-    Returns:
-        The folder that they come from, the version, and both.
-
-    Raises:
-        ConfigError: the version can't be had. StorageError: a file is damaged, or gives other bytes than the ledger
-            names.
+    Raises ConfigError: it can't be had. StorageError: a file is damaged, or gives other bytes than the ledger names.
     """
     tries = TRIES
     while True:

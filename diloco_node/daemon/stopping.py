@@ -25,8 +25,7 @@ log = structlog.get_logger()
 class StopDeadline:
     """Ends the process when the block that it is used on takes longer. A thread does it: the loop may be what is stuck.
 
-    Args:
-        region: for the log. code: the process's exit code then. seconds: what the block may take.
+    code: the process's exit code then. seconds: what the block may take.
     """
 
     def __init__(self, region: str, code: int, *, seconds: float = STOP_MAX_S) -> None:

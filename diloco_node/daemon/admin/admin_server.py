@@ -52,25 +52,20 @@ LOOPBACK_ONLY: Final = (
 class AdminHandlers:
     """The daemon's side of the admin port. All are called on the event loop, and all but `measure` return at once.
 
+    Those that change something raise ConfigError: why that can't be.
+
     Attributes:
-        status: the status document, ready for JSON.
         snapshot: what the page begins with: the status, the history, and the settings with their origins.
         not_ready_reason: "" when the region trains (or has finished), else why not.
-        finish: ask the run to end after one last round per fragment; the argument is the reason. Raises ConfigError.
-        set_budget: change the bandwidth budget (`changed_plan`); returns the new one. Raises ConfigError.
-        measure: carry out a measurement (`MeasureCommand`); calls its second argument with what goes on, the
-            third with the document as it is so far; returns the document.
-            Cancelled when the caller goes away. Raises DilocoError.
-        expel: have the ledger expel a peer from the run. Raises ConfigError.
-        revoke: have the ledger revoke a region's certificate, as PEM ("": the one that it uses); the beginning of its
-            fingerprint. Raises ConfigError.
-        change_members: have the ledger change a region's membership (`member_order`). Raises ConfigError.
-        change_settings: have the ledger change settings of the run (`settings_order`); each in words. Raises
-            ConfigError.
-        lift_quarantine: readmit a peer that was expelled, or end its quarantine and forget its strikes; whether there
-            was anything. Raises ConfigError.
+        finish: ask the run to end after one last round per fragment; the argument is the reason.
+        set_budget: change the bandwidth budget (`changed_plan`); returns the new one.
+        measure: carry out a measurement (`MeasureCommand`); calls its second argument with what goes on, the third with
+            the document so far; returns the document. Cancelled when the caller goes away. Raises DilocoError.
+        revoke: a region's certificate, as PEM ("": the one that it uses); the beginning of its fingerprint.
+        change_members, change_settings: by `member_order` and `settings_order`; each setting in words.
+        lift_quarantine: readmit a peer, or end its quarantine and forget its strikes; whether there was anything.
         drain: stop this region in order, as before its machine is taken away.
-        start_learner: start a learner that was stopped or waits; which of both it was. Raises ConfigError.
+        start_learner: start a learner that was stopped or waits; which of both it was.
     """
 
     status: Callable[[], Mapping[str, Any]]
@@ -94,9 +89,7 @@ class AdminHandlers:
 class AdminServer:
     """Serves AdminHandlers on 127.0.0.1 and on the Unix socket.
 
-    Args:
-        port: on loopback; 0: a free one. state_dir: the region's folder, for the token and the socket.
-        host: another address of this machine to bind as well, at the same port; none when it is 127.0.0.1.
+    port: on loopback; 0: a free one. host: another address to bind as well, at the same port; none when 127.0.0.1.
     """
 
     def __init__(

@@ -14,10 +14,7 @@ CONNECTIONS_MAX: Final = 64
 
 
 async def listen(runner: web.AppRunner, host: str, port: int) -> asyncio.Server:
-    """Serve a runner's application there; a connection that is one too many is closed.
-
-    Args:
-        runner: set up. port: 0: a free one.
+    """Serve a runner's application there; a connection that is one too many is closed. port: 0: a free one.
 
     Raises OSError: the port can't be bound.
     """

@@ -25,12 +25,8 @@ Document = dict[str, Any]
 
 
 class LiveEvents:
-    """Two kinds of events: first a `snapshot`, then a `status` every `PERIOD_S`.
-
-    Args:
-        snapshot: status, history and settings of all regions.
-        status: the status of all regions. Both may raise nothing.
-    """
+    """Two kinds of events: first a `snapshot`, then a `status` every `PERIOD_S`, of all regions. Both may raise
+    nothing."""
 
     def __init__(self, snapshot: Callable[[], Awaitable[Document]], status: Callable[[], Awaitable[Document]]) -> None:
         self._snapshot = snapshot

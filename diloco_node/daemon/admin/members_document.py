@@ -57,11 +57,8 @@ class MemberDates:
         self._roster = roster
 
     def follow(self, roster: Roster, last_index: int, unix_s: Callable[[], float]) -> None:
-        """Date what is new in a roster, where its entry is new in the log.
-
-        Args:
-            last_index: of the log. unix_s: the wall clock.
-        """
+        """Date what is new in a roster, where its entry is new in a log that ends at `last_index`. unix_s: the wall
+        clock."""
         if roster is self._roster:
             return
         before, self._roster = self._roster, roster
@@ -133,10 +130,7 @@ def _lack(name: str, signs: MemberSigns) -> str:
 def member_order(
     document: Mapping[str, Any], roster: Roster, addresses: Mapping[str, str | None] = MappingProxyType({})
 ) -> EntryOrdered:
-    """The order in a request.
-
-    Args:
-        roster: the members now. addresses: where each of them is dialed.
+    """The order in a request. addresses: where each member is dialed.
 
     Raises ConfigError: it is none, or was signed for other members, or what it adds is there or has another's address.
     """
@@ -167,12 +161,9 @@ def _check_bucket(url: Any) -> None:
 
 
 def _check_new(region: str, address: Any, roster: Roster, addresses: Mapping[str, str | None]) -> None:
-    """Refuse a member to be added that is there already, or has another's address.
+    """Refuse a member to be added that is there already, or has another's address. Raises ConfigError.
 
-    Args:
-        address: "host:port"; empty: nobody can dial it, and it dials all others.
-
-    Raises ConfigError.
+    address: "host:port"; empty: nobody can dial it, and it dials all others.
     """
     from diloco_node.config.field_types import host_port_of  # brings pydantic, which the daemon else does without
 

@@ -36,9 +36,6 @@ class NoteBook:
     A peer can cause notes as fast as it can send. So one of the same cause as another within some seconds is counted
     and not repeated (`Repeats`), and one kind never pushes the last ones of another kind out of the status.
 
-    Args:
-        region: for the log. now_ns: monotonic. on_alarm: called with the text of each alarm that is told.
-
     Attributes:
         last: as the status shows them, `count` with each: how often it came. alarms: how many there were.
         marks: the last ones on the curves, (monotonic ns, letter).

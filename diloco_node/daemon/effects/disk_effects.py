@@ -39,11 +39,8 @@ STORAGE_RETRIES_SILENT: Final = 30
 class DiskEffects:
     """Writes what must survive the process, and tries again while the disk refuses.
 
-    Args:
-        init: a file with Theta_0, FOLDER@N or URL@N; None: it is the learner's.
-        write_final_file: makes the final model durable, by tensor name; raises StorageError.
-        save_counter_file: makes durable what the shared memory says of an incarnation; raises StorageError.
-        files: threads for everything but the ledger. disk: one thread, for the ledger.
+    init, write_final_file, save_counter_file: see `build_effects`. disk: one thread, for the ledger; files: for the
+    rest.
 
     Attributes:
         refusals: what the disk does not take at this moment, and why.
@@ -103,11 +100,9 @@ class DiskEffects:
         self.post(ev.PayloadStored(fragment, version, digest))
 
     async def store_initial_state(self, version_area: VersionArea, generation: int) -> None:
-        """Write Theta_0 of the whole model: this region can propose genesis then.
+        """Write Theta_0 of the whole model: this region can propose genesis then. Nothing is offered in the meantime.
 
-        Args:
-            version_area: the learner's Theta_0 is read where it lies; nothing is offered there until `release_initial`.
-            generation: of the learner that has written it there; in a later one another learner may be writing.
+        generation: of the learner that has written it in the area; in a later one another learner may be writing.
         """
         async with self._initial_lock:
             if version_area.generation != generation:

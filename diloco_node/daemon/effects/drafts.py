@@ -30,14 +30,10 @@ _Name = tuple[Ballot, int, int]
 
 @dataclass(slots=True)
 class _Draft:
-    """The file of a ballot.
+    """The file of a ballot; None until the first write has begun. lock: it is opened once.
 
-    Attributes:
-        file: None until the first write has begun.
-        written: the encoded stripes whose bytes lie in the file, or will, by the block where they begin.
-        added_bytes: of those; together at most the payload's.
-        tasks: writes that have not ended. has_failed: the disk refused one of them, or two were for the same place.
-        lock: the file is opened once.
+    written: the encoded stripes whose bytes lie in it, or will, by the block where they begin. added_bytes: of those.
+    tasks: writes that have not ended. has_failed: the disk refused one of them, or two were for the same place.
     """
 
     written: dict[int, U8] = field(default_factory=dict)
@@ -67,9 +63,7 @@ class Drafts:
     ) -> None:
         """Begin to write a stripe. If the disk refuses it, `store_payload` writes it again, with an alarm.
 
-        Args:
-            body: shape (bytes,), uint8, a whole stripe from `block_start` on; checked or not, not changed any more.
-            blocks: layout of the payload.
+        body: shape (bytes,), uint8, a whole stripe from `block_start` on; not changed any more. blocks: of the payload.
         """
         name = (ballot, fragment, version)
         draft = self._drafts.get(name)
@@ -103,13 +97,9 @@ class Drafts:
     async def finish(
         self, ballot: Ballot, fragment: int, version: int, digest: bytes, stripes: Sequence[MergedPart]
     ) -> bool:
-        """Make the draft the payload: it is on the disk then.
+        """Make the draft of these stripes, the whole fragment in block order, the payload: it is on the disk then.
 
-        Args:
-            stripes: in block order, the whole fragment. digest: of them.
-
-        Returns:
-            False if there is no draft of exactly these parts, or the disk refused: it is to be stored as a whole.
+        Returns: False if there is no draft of exactly these, or the disk refused: it is to be stored as a whole.
         """
         draft = self._drafts.pop((ballot, fragment, version), None)
         if draft is None:

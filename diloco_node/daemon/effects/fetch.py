@@ -47,7 +47,6 @@ class Fetcher:
     """Both sides of a fetch. Every order of the core is answered exactly once.
 
     Attributes:
-        pool: threads for digests. files: threads that wait for the disk.
         serves: transfers to peers that are being prepared or are on their way.
     """
 

@@ -24,15 +24,9 @@ class InitialStates:
         self._fetched: dict[int, bytes] = {}
 
     def store_own(self, fragment: int, theta: F32, momentum: F32 | None = None) -> bytes:
-        """Write this region's Theta_0 of a fragment, unless a fetched one is there.
+        """Write this region's Theta_0 of a fragment, unless a fetched one is there; the digest of what is on disk now.
 
-        Args:
-            theta, momentum: shape (n,), float32; not changed. Without a momentum it is zero.
-
-        Returns:
-            The digest of what is on disk now.
-
-        Raises StorageError: the disk refused.
+        theta, momentum: shape (n,), float32; not changed. Without a momentum it is zero. Raises StorageError.
         """
         with self._locks[fragment]:
             if fragment in self._fetched:

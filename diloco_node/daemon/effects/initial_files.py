@@ -53,11 +53,7 @@ _FOREIGN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as a file's header describes it; nothing of it was checked.
-
-    Attributes:
-        header: the entry. data_start: where the data of its file begin, in bytes. file_bytes: size of the file.
-    """
+    """A tensor as a file's header has it, unchecked. data_start: where the data of its file begin, in bytes."""
 
     path: Path
     header: Mapping[str, Any]
@@ -107,12 +103,9 @@ def check_initial(path: Path) -> None:
 def read_initial(path: Path, manifest: Manifest) -> list[F32]:
     """Theta_0 from files: exactly the run's tensors, float32, bfloat16 or float16, finite.
 
-    Args:
-        path: a safetensors file, such as another run's final.safetensors, an index, or a saved model's folder.
-        manifest: names, shapes and layout.
+    path: a safetensors file, such as another run's final.safetensors, an index, or a saved model's folder.
 
-    Returns:
-        Per fragment, shape (n,), float32.
+    Returns: per fragment, shape (n,), float32.
 
     Raises ConfigError: it can't be read, or is another model; the message names the first difference.
     """
@@ -253,11 +246,8 @@ def _by_run_names(tensors: dict[str, StoredTensor], shapes: Mapping[str, object]
 def _check_tensors(
     path: Path, tensors: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list[str]]:
-    """Check names, shapes and types.
-
-    Returns:
-        By name what the run's model does not have, and the tensors of the run that it may be another name of.
-    """
+    """Check names, shapes and types. Returns by name what the run's model does not have, and of which tensors of the
+    run it may be another name."""
     copies: dict[str, list[str]] = {}
     for name in sorted(shapes.keys() | tensors.keys()):
         if name not in shapes and name in tensors:

@@ -32,13 +32,9 @@ def _key(contribution: Contribution, block_start: int, block_stop: int) -> Contr
 
 @dataclass(frozen=True, slots=True)
 class MergedPart:
-    """A merged stripe in memory.
+    """A merged stripe in memory, from a region.
 
-    Attributes:
-        encoded: shape (bytes,), uint8; checked block by block.
-        digest: of `encoded`, computed here.
-        block_start, block_stop: where it lies in the fragment.
-        sender: the region it came from.
+    encoded: shape (bytes,), uint8; checked block by block. digest: of it, computed here.
     """
 
     encoded: U8
@@ -119,10 +115,9 @@ class StripeTable:
         *,
         limit_bytes: int,
     ) -> None:
-        """Keep a stripe of a contribution to a round.
+        """Keep a stripe of a contribution to a round, which makes `version`.
 
-        Args:
-            version: what the round makes. limit_bytes: what this learner may have here for the round.
+        limit_bytes: what this learner may have here for the round.
         """
         contributions = self._open(contribution.fragment, version).contributions
         key = _key(contribution, block_start, block_stop)
@@ -137,8 +132,7 @@ class StripeTable:
     ) -> bool:
         """Keep a merged stripe; False if its sender sent one already: what was said of that one holds.
 
-        Args:
-            limit_bytes: what `part.sender` may have here for the round.
+        limit_bytes: what the sender may have here for the round.
         """
         table = self._open(fragment, version).merged
         if (ballot, stripe, merged_stripe.sender) in table:
@@ -164,11 +158,7 @@ class StripeTable:
         return self._find(fragment, version).merged.get((ballot, stripe, sender))
 
     def payload(self, ballot: Ballot, fragment: int, version: int, stripes: Sequence[Stripe]) -> list[MergedPart]:
-        """The merged stripes of a ballot in block order, as far as they are here.
-
-        Args:
-            stripes: the ballot's; numbered in block order. Each is taken from its reducer.
-        """
+        """The merged stripes of a ballot in block order, each from its reducer, as far as they are here."""
         table = self._find(fragment, version).merged
         entries = (table.get((ballot, index, stripe.reducer)) for index, stripe in enumerate(stripes))
         return [entry for entry in entries if entry is not None]
@@ -262,15 +252,13 @@ def reduce_stripe(
     """Decode in the given order, sum with the leader's coefficients, encode. Runs in a thread.
 
     Args:
-        order: names, coefficients and the block range.
         bodies: the encoded stripes, in the order of `order.contributions`.
         blocks_up: layout of contributions. blocks_down: layout of the merged stripe.
         residual_before: shape (values of the range,), float32, added before encoding.
-        keeps_residual: whether to work out what the encoding loses.
-        is_trimmed: sum by `add_trimmed`.
+        keeps_residual: whether to work out what the encoding loses. is_trimmed: sum by `add_trimmed`.
 
-    Returns:
-        The core's event; the encoded stripe, shape (bytes,), uint8; sum minus decoded sum, shape (values,), float32.
+    Returns: the core's event; the encoded stripe, shape (bytes,), uint8; sum minus decoded sum, shape (values,),
+    float32.
 
     Raises PayloadCorrupt: a part has the wrong size, or does not decode to finite values.
     """
@@ -341,9 +329,7 @@ def cosines(order: ReduceStripe, bodies: list[U8], blocks: FragmentBlocks) -> tu
     All others count alike, whatever they weigh: the one that decides too much must not make the others look wrong. The
     window of the stripe that is looked at moves with the version, so that it costs nothing beside the reduction.
 
-    Args:
-        order, bodies: as of `reduce_stripe`, which has checked them; two contributions or more.
-        blocks: layout of contributions.
+    order, bodies, blocks: as of `reduce_stripe`, which has checked them; two contributions or more.
     """
     first, stop = order.block_start, order.block_stop
     if stop - first > SAMPLE_BLOCKS:

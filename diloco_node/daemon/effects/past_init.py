@@ -18,13 +18,9 @@ from diloco_node.numeric import F32
 
 
 def read_past_init(init: str | Path, manifest: Manifest) -> tuple[list[F32], list[F32]] | None:
-    """Parameters and momentum of the version that `run.init` names.
+    """Parameters and momentum, per fragment shape (n,), float32, that `run.init` names; None: it names no version.
 
-    Args:
-        manifest: of the run that begins. The earlier one may have other fragments, but has the same tensors.
-
-    Returns:
-        Both per fragment, each shape (n,), float32. None: `init` names no version.
+    manifest: of the run that begins. The earlier one may have other fragments, but has the same tensors.
 
     Raises ConfigError: the version can't be had, is of another model, or is not finite.
     """

@@ -129,11 +129,10 @@ class StripeEffects:
         await asyncio.gather(*(self.contribution_arrived(header, body) for header, body in own_stripes))
 
     async def contribution_arrived(self, header: ContributionStripe, body: U8) -> None:
-        """Check a stripe of a contribution and keep it for the reduction.
+        """Check a stripe of a contribution, of the own learner or of the peer that sent it, and keep it for the
+        reduction.
 
-        Args:
-            header: its learner is the own one, or that of the peer that sent the stripe.
-            body: shape (bytes,), uint8; nobody may change it any more.
+        body: shape (bytes,), uint8; nobody may change it any more.
         """
         contribution, start, stop = header.contribution, header.block_start, header.block_stop
         fragment = contribution.fragment
@@ -216,11 +215,7 @@ class StripeEffects:
             self.sending.send(peer, header, stripe.encoded)
 
     async def merged_arrived(self, peer: str, header: MergedStripe, body: U8) -> None:
-        """Check a merged stripe and keep it for the payload.
-
-        Args:
-            body: shape (bytes,), uint8; nobody may change it any more.
-        """
+        """Check a merged stripe and keep it for the payload. body: shape (bytes,), uint8; not changed any more."""
         fragment, version, start, stop = header.fragment, header.version, header.block_start, header.block_stop
         if version <= self.parameters.versions[fragment]:
             return
@@ -251,13 +246,10 @@ class StripeEffects:
         self.post(ev.MergedStripeArrived(*name, header.digest, cut, norms))
 
     async def project(self, order: Project, stripes: list[MergedPart]) -> None:
-        """Project an audited payload, the own contribution to it, or both.
+        """Project an audited payload, of stripes in memory in block order, the own contribution to it, or both.
 
         With error feedback it may differ from the sum by what its encoding and that of the version before lost. If
         that payload is not here it may differ by anything.
-
-        Args:
-            stripes: of the payload, in memory, in block order.
         """
         fragment, own = order.fragment, order.contribution
         down, up = self.parameters.blocks[fragment], self.learner.blocks[fragment]

@@ -32,13 +32,9 @@ from diloco_node.storage.store import RegionStore
 
 @dataclass(slots=True, kw_only=True)
 class VersionEffects:
-    """Brings fragments to their next versions.
+    """Brings fragments to their next versions, and writes a checkpoint every `checkpoint_versions`.
 
-    Args:
-        checkpoint_versions: a checkpoint is written every so many versions.
-        table: merged stripes in memory.
-        version_area: the learner's, where the next version is written if a slot is free.
-        files: threads that wait for the disk.
+    version_area: the learner's, where the next version is written if a slot is free.
     """
 
     checkpoint_versions: int
@@ -68,10 +64,8 @@ class VersionEffects:
                 self.post(CheckpointWritten(fragment, *checkpoint))
 
     async def _payload_parts(self, body: RoundBody) -> tuple[list[U8], bool]:
-        """The committed payload by stripes: from memory if it is the very one, else from disk.
-
-        And whether every block has been checked: what is in memory was when it came.
-        """
+        """The committed payload by stripes, from memory if it is the very one, else from disk; whether all
+        was checked."""
         stripes = self.table.payload(body.ballot, body.fragment, body.version, body.stripes)
         if payload_digest([stripe.digest for stripe in stripes]) == body.payload_digest:
             return [stripe.encoded for stripe in stripes], True

@@ -27,8 +27,7 @@ log = structlog.get_logger(part="learner")
 class Admission:
     """Remembers who was let in last, in the state folder: the next daemon must know it, too.
 
-    Args:
-        disk: one thread, so later writes, such as a new incarnation, come after the name of the process let in.
+    disk: one thread, so later writes, such as a new incarnation, come after the name of the process let in.
     """
 
     def __init__(self, state_dir: Path, disk: Executor) -> None:
@@ -40,9 +39,7 @@ class Admission:
     def rejection_reason(self, attach: Attach, process: Process | None, *, known_incarnation: int = 0) -> str:
         """Why this process may not take the learner's place; empty if it may.
 
-        Args:
-            attach: what it said. process: what the kernel says of it; None if that can't be had.
-            known_incarnation: the newest that the ledger knows of.
+        process: what the kernel says of it; None if that can't be had. known_incarnation: the newest in the ledger.
         """
         newest = known_incarnation
         with contextlib.suppress(StorageError):  # then no number is allotted either

@@ -25,11 +25,9 @@ NS_PER_STEP_MIN: Final = 1_000_000_000 // STEPS_PER_S_MAX
 
 
 def attach_fault(attach: Attach, *, last: LearnerStatus | None, run_id: str) -> str:
-    """Why what a process says when it attaches can't be; empty if it can.
+    """Why what a process says when it attaches, with a position per fragment, can't be; empty if it can.
 
-    Args:
-        attach: with a position per fragment.
-        last: what this daemon knows of the learner that was here last.
+    last: what this daemon knows of the learner that was here last.
     """
     if attach.run_id not in ("", run_id):
         return f"it is of run {attach.run_id}, this is {run_id}"
@@ -61,12 +59,7 @@ def position_fault(position: FragmentPosition, step: int, tokens: int) -> str:
 
 
 class CounterCheck:
-    """Limits on what the attached learner can have done by now.
-
-    Args:
-        region: whose learner it is.
-        pieces: per fragment.
-    """
+    """Limits on what the attached learner of a region can have done by now. pieces: per fragment."""
 
     def __init__(self, region: str, pieces: Sequence[int]) -> None:
         self._region = region

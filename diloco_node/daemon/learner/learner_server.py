@@ -56,12 +56,8 @@ class LearnerHandler(Protocol):
 
 
 class LearnerServer:
-    """Listens on a Unix socket for the region's learner, and talks to it.
-
-    Args:
-        path: of the socket; a stale file there is replaced, the mode is 0600.
-        handler: see LearnerHandler.
-    """
+    """Listens on a Unix socket, of mode 0600, for the region's learner, and talks to it; a stale file there is
+    replaced."""
 
     def __init__(self, path: Path, handler: LearnerHandler) -> None:
         self.path = path

@@ -79,9 +79,7 @@ class LearnerFacts:
 class LearnerProxy:
     """The region's learner as the daemon sees it. All methods run on the event loop.
 
-    Args:
-        memory: maps the area of this name and size in bytes, as `shared_memory.request_area` does.
-        send: to the learner; False if it is gone.
+    memory: maps the area of this name and size in bytes, as `shared_memory.request_area`. send: False if it is gone.
     """
 
     def __init__(
@@ -175,10 +173,8 @@ class LearnerProxy:
     ) -> None:
         """A learner was welcomed: nothing that was requested from the one before will be answered.
 
-        Args:
-            attach: what it said, with a position and a snapshot per fragment. incarnation: of the learner.
-            trained_before: (incarnation, steps, tokens) of those before.
-            writes_initial: it is to write Theta_0 into the version area.
+        attach: with a position and a snapshot per fragment. trained_before: (incarnation, steps, tokens) of those
+        before. writes_initial: it is to write Theta_0 into the version area.
         """
         self._refuse_requested("the learner restarted")
         self.version_area.begin_learner(writes_initial=writes_initial, base_slots=attach.slots)

@@ -45,10 +45,8 @@ POSITION_EVERY_NS: Final = 250_000_000
 
 
 class Reception:
-    """Answers each learner that attaches, and passes on the messages of the one that was welcomed.
-
-    All methods run on the event loop.
-    """
+    """Answers each learner that attaches, and passes on the messages of the one that was welcomed, on the
+    event loop."""
 
     def __init__(self, runtime: NodeRuntime, manifest: Manifest, core: RegionCore, learner: LearnerProxy) -> None:
         self._runtime = runtime
@@ -112,8 +110,7 @@ class Reception:
     def compare_models(self, differences: Mapping[str, str]) -> None:
         """Refuse the learner while so few regions have its model that the run can't begin here.
 
-        Args:
-            differences: by region that has another model, how it differs.
+        differences: by region that has another model, how it differs.
         """
         regions, before = len(self._spec.regions), self._model_fault
         is_possible = self._core.history.genesis is not None or 2 * (regions - len(differences)) > regions
@@ -217,13 +214,8 @@ class Reception:
                 self._welcome_as(attach, incarnation, predecessors)
 
     def _read_counters(self, attach: Attach, incarnation_min: int) -> tuple[int, tuple[Trained, ...], tuple[str, ...]]:
-        """Read, in the disk's thread, what a welcome needs of the folder.
-
-        Returns:
-            The learner's incarnation, the counters of those before it, and the files that were set aside.
-
-        Raises StorageError: the disk refused.
-        """
+        """Read, in the disk's thread, what a welcome needs of the folder: the learner's incarnation, the counters of
+        those before it, and the files that were set aside. Raises StorageError."""
         damaged_files = set_damaged_aside(self._spec.state_dir)
         incarnation = attach.incarnation
         if incarnation == NEW_PROCESS:

@@ -75,9 +75,8 @@ class VersionArea:
     def begin_learner(self, *, writes_initial: bool, base_slots: Sequence[int] = ()) -> None:
         """A learner is attached: what the one before was offered is void.
 
-        Args:
-            writes_initial: it is to write Theta_0: every slot is its own until `release_initial`.
-            base_slots: per fragment the one in which it says its base is, or NO_SLOT; empty: in none.
+        writes_initial: Theta_0: every slot is its own until `release_initial`. base_slots: per fragment the one in
+        which it says its base is, or NO_SLOT; empty: in none.
         """
         # The parameters begin with Theta_0: no version of theirs can be here.
         assert not (writes_initial and self._own), self._own
@@ -98,8 +97,7 @@ class VersionArea:
     def release(self, fragment: int, version: int, base_slot: int) -> None:
         """The learner has taken a version: the next one may be offered.
 
-        Args:
-            base_slot: where its base is now; one that it was not offered changes nothing.
+        base_slot: where its base is now; one that it was not offered changes nothing.
         """
         offer = self._offered.get(fragment)
         if offer is None or version < offer.version or fragment not in self._lent_slots:
