@@ -60,12 +60,9 @@ def piece_codec(piece_values: int, codec: Codec) -> Codec:
 class FragmentBlocks:
     """The block layout of one fragment under one codec. Immutable; safe to share between threads.
 
-    Args:
-        piece_sizes: values per piece, in fragment order; each at least 1. codec: how the fragment is to travel.
-
     Attributes:
-        piece_sizes: as given. codec: as given. values: values of the fragment.
-        block_count: blocks of the fragment. encoded_bytes: bytes of the whole encoded fragment.
+        piece_sizes: values per piece, in fragment order; each at least 1. codec: how the fragment is to travel.
+        values, block_count, encoded_bytes: of the whole fragment.
         layout: int64, shape (pieces + 1, 4), read-only. Per piece: its first block, first value, first byte, and its
             kind (`KIND_OF_CODEC`); the last row holds the totals. The compiled loops read it.
 

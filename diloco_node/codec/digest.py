@@ -40,9 +40,9 @@ def fragment_digest(theta: F32, momentum: F32, pool: Executor | None = None) -> 
     The root is over `values` (u64, little-endian), then the leaves of theta, then those of momentum.
 
     Args:
-        theta: shape (n,), float32, contiguous. Not changed. momentum: shape (n,), float32, contiguous. Not changed.
-        pool: hashes leaves side by side (BLAKE3 releases the GIL); None hashes them here. Don't pass the pool that
-            this very call runs in: with all its threads waiting like that nothing would move.
+        theta, momentum: shape (n,), float32, contiguous. Not changed.
+        pool: hashes leaves side by side (BLAKE3 releases the GIL); None hashes them here. Never the pool that this very
+            call runs in: with all its threads waiting like that nothing would move.
 
     Raises ValueError: the arrays differ in shape, or are not contiguous vectors of float32.
     """

@@ -41,12 +41,10 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 def encode(
     blocks: FragmentBlocks, values: F32, out: Buffer, block_start: int = 0, block_stop: int | None = None
 ) -> F64:
-    """Encode a span.
+    """Encode a span of values, shape (values of the span,), float32; not changed.
 
     Args:
-        blocks: layout of the fragment. values: shape (values of the span,), float32. Not changed.
         out: writable bytes of the span; overwritten. Half written when the values are refused.
-        block_start, block_stop: the span; to the end of the fragment by default.
 
     Returns: shape (pieces,), float64: squared norm of the *decoded* values of the span per piece, 0 for pieces outside.
 
@@ -61,16 +59,7 @@ def encode_delta(
 ) -> F64:
     """Encode the outer gradient `base - theta` without a temporary: same bytes and norms as `encode(base - theta)`.
 
-    Args:
-        blocks: layout of the fragment.
-        base: shape (values of the span,), float32; what the learner last applied. Not changed.
-        theta: shape (values of the span,), float32; its parameters now. Not changed.
-        out: writable bytes of the span; overwritten.
-        block_start, block_stop: the span; to the end of the fragment by default.
-
-    Returns: as `encode`.
-
-    Raises PayloadCorrupt: as `encode`, for the difference. ValueError: as `encode`.
+    base: what the learner last applied. theta: its parameters now. Shapes, result and errors as of `encode`.
     """
     return _encode(blocks, base, theta, out, block_start, block_stop)
 
@@ -114,15 +103,10 @@ def accumulate(
     With coefficients of -1 and the encoded sum itself, what remains in `acc` is the quantisation residual.
 
     Args:
-        blocks: layout of the fragment. payload: bytes of the span.
-        block_start, block_stop: the span. coefficients: shape (pieces,), float32.
+        payload: bytes of the span. coefficients: shape (pieces,), float32.
         acc: shape (values of the span,), float32; changed in place, and half changed when the bytes are refused.
 
-    Returns:
-        Shape (pieces,), float64: squared norm of the decoded values (without the coefficient) of the span per piece.
-
-    Raises PayloadCorrupt: the length is wrong, or a block is one that no encoder wrote. ValueError: another array does
-    not fit.
+    Returns and raises: as `squared_norms`, without the coefficient; ValueError: another array does not fit.
     """
     span = _Span(blocks, block_start, block_stop)
     norms = np.zeros(blocks.pieces, dtype=np.float64)
@@ -151,18 +135,15 @@ def outer_step(
     `d = factors[piece] * decoded`, `m = mu * m + d`, `theta = theta - lr * (d + mu * m)`.
 
     Args:
-        blocks: layout of the fragment. payload: bytes of the span of the merged payload.
-        factors: shape (pieces,), float32; share and radius of the merge. lr: outer learning rate; rounded to float32.
-        mu: outer momentum, 0 for plain SGD; rounded to float32.
-        theta: shape (values of the span,), float32; changed in place.
-        momentum: shape (values of the span,), float32; changed in place.
-        block_start, block_stop: the span; to the end of the fragment by default.
+        payload: bytes of the span of the merged payload.
+        factors: shape (pieces,), float32; share and radius of the merge.
+        lr: outer learning rate. mu: outer momentum, 0 for plain SGD. Both are rounded to float32.
+        theta, momentum: shape (values of the span,), float32; changed in place.
         is_checked: these very bytes have passed `squared_norms`, or were made here: a fifth of the time is saved.
 
-    Raises:
-        PayloadCorrupt: the length is wrong, or a block is one that no encoder wrote. The span is checked before
-            anything is changed, but other spans may have been applied: check whole payloads on arrival
-        (`squared_norms`). ValueError: an array does not fit.
+    Raises PayloadCorrupt: the length is wrong, or a block is one that no encoder wrote. The span is checked before
+    anything is changed, but other spans may have been applied: check whole payloads on arrival. ValueError: an array
+    does not fit.
 
     Source: Decoupled DiLoCo (arXiv 2604.21428), outer optimizer; the form of torch.optim.SGD(nesterov=True).
     """

@@ -84,9 +84,7 @@ _contexts = _Contexts()
 def compress_chunk(raw: memoryview) -> tuple[bool, bytes | memoryview]:
     """Compress one chunk if it pays. Safe in any thread; releases the GIL while zstd works.
 
-    Returns: (True, one zstd frame), or (False, raw itself) when it does not pay.
-
-    Raises ValueError: the chunk is too long.
+    Returns: (True, one zstd frame), or (False, raw itself). Raises ValueError: the chunk is too long.
     """
     if raw.nbytes > CHUNK_RAW_BYTES_MAX:
         raise ValueError(f"a chunk has at most {CHUNK_RAW_BYTES_MAX} bytes, got {raw.nbytes}")
@@ -97,14 +95,10 @@ def compress_chunk(raw: memoryview) -> tuple[bool, bytes | memoryview]:
 
 
 def decompress_chunk(data: bytes | memoryview, target: memoryview) -> None:
-    """Decode one compressed chunk into its place. Safe in any thread.
+    """Decode one compressed chunk, and nothing after it, into its place, of exactly its raw bytes. Safe in any thread.
 
     The size in the frame's header is compared with that of `target` before any decoder runs or memory is taken:
-    zstd's own limits don't hold when a frame declares a size.
-
-    Args:
-        data: what arrived, and nothing after it.
-        target: writable, exactly the raw bytes of the chunk. Untouched when the chunk is refused.
+    zstd's own limits don't hold when a frame declares a size. `target` is untouched when the chunk is refused.
 
     Raises PayloadCorrupt: see the module's docstring for the reasons.
     """

@@ -18,10 +18,7 @@ ENCODING_ERRORS: Final = {Codec.INT4: 1 / 14, Codec.INT8: 1 / 254, Codec.BF16: 2
 
 
 def project(blocks: FragmentBlocks, encoded: U8, window: Window) -> tuple[float, float]:
-    """Decode a window and project it: see `project_values`.
-
-    Args:
-        blocks: layout of the fragment. encoded: bytes of the window, shape (bytes,), uint8.
+    """Decode a window's bytes, shape (bytes,), uint8, and project it: see `project_values`.
 
     Raises PayloadCorrupt: it does not decode.
     """
@@ -34,8 +31,7 @@ def project(blocks: FragmentBlocks, encoded: U8, window: Window) -> tuple[float,
 def project_values(values: F32, window: Window, codec: Codec) -> tuple[float, float]:
     """Return the projection on the window's signs, and the square of what encoding may change in it at most.
 
-    Args:
-        values: of the window, shape (n,), float32. codec: of its piece.
+    values: of the window, shape (n,), float32. codec: of its piece.
     """
     bits = np.frombuffer(hashlib.shake_128(window.seed).digest((len(values) + 7) // 8), np.uint8)
     signs = 1.0 - 2.0 * np.unpackbits(bits, count=len(values)).astype(np.float64)

@@ -78,9 +78,7 @@ class DiskIdFile:
 
 
 def set_aside(path: Path) -> str:
-    """Rename a damaged file, never over another one, and make that durable.
-
-    Returns: the new name; empty if the file is not there.
+    """Rename a damaged file, never over another one, and make that durable; the new name, empty if it is not there.
 
     Raises OSError: the disk refuses.
     """

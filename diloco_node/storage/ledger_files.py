@@ -141,9 +141,8 @@ class LedgerFile:
     def open(self, *, is_new: bool) -> tuple[Entry, ...]:
         """Read all entries, cut off a torn last write, and be ready to append.
 
-        Args:
-            is_new: nothing was ever written, so the file may be missing or half begun. A file that is there has a
-            durable name (`RegionStore.load` syncs the folder first).
+        is_new: nothing was ever written, so the file may be missing or half begun. A file that is there has a durable
+        name (`RegionStore.load` syncs the folder first).
 
         Raises StorageError: damaged or missing (says where), or the disk refuses.
         """
@@ -195,10 +194,7 @@ class LedgerFile:
         return entries
 
     def append(self, truncate_from: int, entries: Sequence[Entry]) -> None:
-        """Write one frame; durable when this returns.
-
-        Args:
-            truncate_from: forget the entries from this index on first; 0: none. entries: the ones that follow.
+        """Write one frame; durable when this returns. truncate_from: forget the entries from here on first; 0: none.
 
         Raises StorageError: the disk refused; try again. After a failed fdatasync nobody knows what of this file is on
         disk, so the next try begins by copying the log to a new one. LedgerLost: what was durable can't be read back
@@ -246,11 +242,9 @@ class LedgerFile:
     ) -> None:
         """Write a new file that begins with this; it is the log, durably, when this returns.
 
-        Args:
-            base: entries up to its index are forgotten.
-            truncate_from, entries: as for `append`, and done in the same moment.
-            kept_as: the old file stays, under this name in the same folder, or with a number behind it where another
-                file has that name already.
+        base: entries up to its index are forgotten. truncate_from, entries: as for `append`, and done in the same
+        moment. kept_as: the old file stays, under this name, or with a number behind it where another file has that
+        name already.
 
         Raises: as `append`; the old file is still there then.
         """

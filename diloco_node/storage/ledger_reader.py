@@ -20,11 +20,7 @@ from diloco_node.storage.ledger_files import LedgerFile
 
 
 class LedgerReader:
-    """Reads one ledger again and again; what it has read before it does not decode again.
-
-    Attributes:
-        base, entries: as of the last `read`.
-    """
+    """Reads one ledger again and again, and decodes nothing twice. base, entries: as of the last `read`."""
 
     def __init__(self, folder: Path, name: str = LEDGER_NAME) -> None:
         self._folder = folder
@@ -35,10 +31,8 @@ class LedgerReader:
         self.entries: tuple[Entry, ...] = ()
 
     def read(self) -> tuple[Entry, ...]:
-        """Entries that are new or other ones than at the call before.
-
-        Raises StorageError: damaged, missing, or it can't be read.
-        """
+        """Entries that are new or other ones than at the call before. Raises StorageError: damaged, missing, or
+        unreadable."""
         path = self._folder / self._name
         with disk_errors("read", path):
             stat = path.stat()
@@ -67,12 +61,7 @@ def archive_path(folder: Path, base: LedgerBase) -> Path:
 
 
 def read_whole_ledger(folder: Path, fragments: int) -> tuple[LedgerBase, tuple[Entry, ...]]:
-    """The ledger, and what is kept before it, as far back as that goes.
-
-    Args:
-        fragments: P.
-
-    Returns: the base that the first entry follows, and all entries.
+    """The base, and all entries after it: those of the ledger, and what is kept before it, as far back as that goes.
 
     Raises StorageError: a ledger is damaged or missing, or a kept one is of another run.
     """

@@ -17,10 +17,7 @@ from diloco_node.storage.durable import disk_error
 def new_folder(folder: Path, *, is_forced: bool = False) -> Iterator[Path]:
     """Hand out an empty folder to fill; at the end of the block it is durable and takes the name.
 
-    Args:
-        is_forced: a folder that is there and not empty is replaced; without it that is an error.
-
-    Raises ConfigError: the folder is there. StorageError: the disk refused, and nothing is left of it.
+    Raises ConfigError: the folder is there, and not `is_forced`. StorageError: the disk refused, and nothing is left.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: name a folder")

@@ -30,11 +30,7 @@ _FILL_BYTES: Final = 1 << 20
 
 
 class SpareFiles:
-    """Files of a folder that may be written over. Safe in any thread.
-
-    Args:
-        folder: where they lie, beside the files that are made of them.
-    """
+    """Files of a folder that may be written over, beside the files that are made of them. Safe in any thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -94,10 +90,7 @@ class SpareFiles:
 class PayloadDraft:
     """A payload that is being written, part by part. `write` in any threads; `finish` or `discard` once, at the end.
 
-    Args:
-        spares: where its file comes from, and goes when it is discarded. size_bytes: of the whole file.
-
-    Raises StorageError: the disk refused.
+    spares: where its file comes from, and goes when it is discarded. Raises StorageError: the disk refused.
     """
 
     def __init__(self, spares: SpareFiles, size_bytes: int) -> None:

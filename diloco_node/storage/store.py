@@ -95,9 +95,6 @@ class RegionStore:
         The newest state of each fragment and the payloads after it are read whole and checked; of other payloads the
         headers. `Recovered` does not name an archive's payloads before the oldest state that is kept beside the first.
 
-        Args:
-            fragments: P.
-
         Raises StorageError: the disk refuses; or vote or ledger are damaged or missing, and nothing may be changed.
         """
         self._disk_id.read()
@@ -184,10 +181,8 @@ class RegionStore:
         entries: Sequence[Entry],
         base: LedgerBase | None = None,
     ) -> None:
-        """Make term, vote and log durable before returning.
-
-        Args:
-            base: the log is to begin with it from now on (`LedgerFile.begin_with`).
+        """Make term, vote and log durable before returning. base: the log is to begin with it
+        (`LedgerFile.begin_with`).
 
         Term and vote go first: after a crash in between, the node knows a newer term and an older log, which is a
         state that any voter may be in.
@@ -225,11 +220,9 @@ class RegionStore:
     # ---- payloads ----
 
     def store_payload(self, fragment: int, version: int, digest: bytes, chunks: Sequence[Buffer]) -> None:
-        """Write a payload; durable when this returns. Writing the same one again is harmless.
+        """Write a payload of merged stripes in block order; durable when this returns. Once more is harmless.
 
-        Args:
-            digest: SHA-256 over the digests of its stripes, which the ledger names; checked when it is read.
-            chunks: the merged stripes in block order; not changed.
+        digest: SHA-256 over the digests of its stripes, which the ledger names; checked when it is read.
 
         Raises StorageError: the disk refused.
         """
@@ -239,9 +232,6 @@ class RegionStore:
 
     def draft_payload(self, content_bytes: int) -> PayloadDraft:
         """Begin a payload whose stripes come one after the other; `finish_payload` names it. See `content_offset`.
-
-        Args:
-            content_bytes: of all its stripes.
 
         Raises StorageError: the disk refused.
         """
@@ -255,10 +245,7 @@ class RegionStore:
     def finish_payload(
         self, draft: PayloadDraft, fragment: int, version: int, digest: bytes, part_bytes: Sequence[int]
     ) -> None:
-        """Make a draft the payload: durable when this returns.
-
-        Args:
-            draft: all its stripes are written. digest: as for `store_payload`. part_bytes: the sizes of its stripes.
+        """Make a draft, whose stripes are all written, the payload: durable when this returns.
 
         Raises StorageError: the disk refused; the draft is still to be finished or discarded.
         """
@@ -270,9 +257,7 @@ class RegionStore:
         self._spares.write_ahead(tensor_files.HEADER_BYTES + content_bytes)
 
     def read_payload(self, fragment: int, version: int, digest: bytes) -> U8:
-        """A payload, checked against its checksum and its name.
-
-        Returns: shape (encoded bytes,), uint8, owned by the caller.
+        """A payload, shape (encoded bytes,), uint8, owned by the caller, checked against its checksum and its name.
 
         Raises StorageError: there is none, or it is damaged (it is set aside; fetch it from a peer).
         """
@@ -285,13 +270,9 @@ class RegionStore:
     # ---- states ----
 
     def store_state(self, fragment: int, version: int, theta: F32, momentum: F32, digest: bytes) -> None:
-        """Write parameters and momentum of a fragment; durable when this returns.
+        """Write parameters and momentum of a fragment, shape (n,), float32; durable when this returns.
 
-        Args:
-            theta, momentum: shape (n,), float32; not changed.
-            digest: the digest that the regions compare; not checked here.
-
-        Raises StorageError: the disk refused.
+        digest: that the regions compare; not checked here. Raises StorageError: the disk refused.
         """
         if theta.shape != momentum.shape:
             raise ValueError(f"parameters {theta.shape} and momentum {momentum.shape} of fragment {fragment}")

@@ -27,11 +27,7 @@ RETRIES: Final[RetryConfig] = {"max_retries": 0}
 
 
 class SwappedObject(BucketObjects):
-    """Objects of a bucket, asked with short patience. See the module; raises as `BucketObjects`.
-
-    Args:
-        url, scheme: as `BucketObjects`.
-    """
+    """Objects of a bucket, asked with short patience. See the module; arguments and errors as `BucketObjects`."""
 
     client, retries = CLIENT, RETRIES
 

@@ -43,9 +43,8 @@ class TensorHeader:
     """The header of a file.
 
     Attributes:
-        kind: "payload" or "state". fragment, version: whose it is.
+        kind: "payload" or "state". fragment, version: whose it is. content_bytes: after the header.
         digest: of a payload: SHA-256 over its stripes' digests; of a state: what the caller gave.
-        content_bytes: after the header.
         checksum: of the content of a state: BLAKE3. Empty for a payload, whose digest checks it.
         part_bytes: of a payload: the sizes of its stripes. Empty for a state.
     """
@@ -137,12 +136,7 @@ def read_header(path: Path) -> TensorHeader:
 
 
 def read_content(path: Path) -> tuple[TensorHeader, U8]:
-    """Header and content, both checked.
-
-    Returns: the header, and shape (content_bytes,), uint8, owned by the caller.
-
-    Raises DamagedFile: it is. StorageError: missing, or it can't be read now.
-    """
+    """Header and content, shape (content_bytes,), uint8, owned by the caller; both checked. Raises as `read_header`."""
     header = read_header(path)
     try:
         content = np.fromfile(path, dtype=np.uint8, count=header.content_bytes, offset=HEADER_BYTES)

@@ -47,8 +47,7 @@ _DIGITS_MAX: Final = len(str(INCARNATION_MAX))
 class TrainedCounter:
     """The learner's side of its trained counter: steps and tokens of this incarnation.
 
-    Args:
-        area: AREA_BYTES of memory that outlives this process.
+    area: AREA_BYTES of memory that outlives this process.
 
     Raises StorageError: the daemon has not allotted this incarnation, or the file can't be opened.
     """
@@ -71,10 +70,8 @@ class TrainedCounter:
         self._area[start : start + _SLOT.size] = _SLOT.pack(self._incarnation, steps, tokens)
 
     def flush(self) -> None:
-        """Make the counters survive a power cut too. Takes a disk write, so not from the training thread.
-
-        Raises StorageError: the disk refused.
-        """
+        """Make the counters survive a power cut too. Takes a disk write, so not from the training thread. Raises
+        StorageError."""
         save_trained(self._state_dir, self._incarnation, self._area)
 
     def close(self) -> None:
@@ -95,10 +92,7 @@ class Trained:
 def read_trained(state_dir: Path, area: mmap.mmap | None = None) -> tuple[Trained, ...]:
     """All counters in the state folder, by incarnation. They are durable on return: what is read may be told.
 
-    After a power cut one may lie behind the ledger: take the larger.
-
-    Args:
-        area: the shared memory, for what is newer there; None: the files alone.
+    After a power cut one may lie behind the ledger: take the larger. area: for what is newer in the shared memory.
 
     Raises StorageError: a counter file is damaged, or the disk refuses.
     """
@@ -141,9 +135,8 @@ def _decode(raw: bytes) -> tuple[int, int] | None:
 
 
 def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> Trained:
-    """Bring an incarnation's file up to what the shared memory says, durably, also while it counts on.
-
-    Returns: the bytes of the file now.
+    """Bring an incarnation's file up to what the shared memory says, durably, also while it counts on; what it says
+    now.
 
     Raises StorageError: as for `read_trained`.
     """
@@ -196,9 +189,7 @@ def newest_incarnation(state_dir: Path) -> int:
 def allot_incarnation(state_dir: Path, *, incarnation_min: int = 1) -> int:
     """A number for a new life of the learner, higher than every one before; its counter file is durable on return.
 
-    Args:
-        state_dir: the region's state folder.
-        incarnation_min: one more than the highest that the ledger knows of this region; matters when the disk was lost.
+    incarnation_min: one more than the highest that the ledger knows of this region; matters when the disk was lost.
 
     Raises StorageError: the file can't be made.
     """

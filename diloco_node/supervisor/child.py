@@ -72,11 +72,8 @@ def show(data: bytes) -> None:
 
 
 class ChildLog:
-    """A process's log file with a size limit. Written by one reader thread at a time.
-
-    Attributes:
-        tail: the last TAIL_BYTES that this life has written, at most.
-    """
+    """A process's log file with a size limit, for one reader thread at a time. tail: its last TAIL_BYTES of
+    this life."""
 
     def __init__(self, path: Path, is_echoing: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,11 +176,8 @@ class Child:
         return f"pid {self._process.pid if self._process is not None else '-'}: {command}"
 
     def start(self, env: Mapping[str, str], report: Callable[[ChildExited], None], *, gives_way: bool = False) -> None:
-        """Must be called from the main thread: PR_SET_PDEATHSIG follows the thread that forked.
-
-        Args:
-            gives_way: it runs at a lower priority than the supervisor.
-        """
+        """Start it, from the main thread: PR_SET_PDEATHSIG follows the thread that forked. gives_way: at a lower
+        priority."""
         self.log.tail = b""
         own_env = self.marked(env)
         self._marks = [f"{name}={own_env[name]}".encode() for name in ("DILOCO_CHILD", "DILOCO_SUPERVISOR")]
@@ -238,8 +232,7 @@ class Child:
     def schedule_restart(self, lived_s: float, *, ran_well: bool = False) -> float:
         """Returns the wait in seconds: starts are the backoff apart, so who lived longer waits no more.
 
-        Args:
-            ran_well: what it did was useful, and it was killed from outside: the backoff begins anew.
+        ran_well: what it did was useful, and it was killed from outside: the backoff begins anew.
         """
         if ran_well or lived_s >= self._spec.healthy_s:
             self._backoff.reset()
@@ -261,11 +254,8 @@ class Child:
             _kill_group(self._process.pid, number)
 
     def _kill_left_behind(self, number: int, but_group: int = 0) -> None:
-        """Ranks of a launcher and the like; not the process that learners are forked from, which has the same marks.
-
-        Args:
-            but_group: a process group that is left alone.
-        """
+        """Kill ranks of a launcher and the like, but not a process group that is left alone: that learners are forked
+        from."""
         for pid in _left_behind(self._marks):
             if self.forks is None or pid != self.forks.pid:
                 with contextlib.suppress(ProcessLookupError, PermissionError):

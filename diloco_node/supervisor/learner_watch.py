@@ -173,9 +173,8 @@ class LearnerWatch:
     def ended(self, code: int, *, lived_s: float, now_s: float, last_line: str = "", memory_kills: int = 0) -> bool:
         """A life is over. Returns whether the next one may begin.
 
-        Args:
-            code: as in subprocess: negative for a signal. last_line: what it said of a crash.
-            memory_kills: of the whole machine so far, see `child.memory_kills`.
+        code: as in subprocess: negative for a signal. memory_kills: of the whole machine so far, see
+        `child.memory_kills`.
         """
         self.exit_code = code
         has_hung, self._aborted_s = self._aborted_s is not None, None

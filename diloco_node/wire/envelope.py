@@ -208,10 +208,8 @@ def decode_hello(frame: bytes) -> Hello:
 
 
 def _hello_version(frame: bytes) -> int | None:
-    """The protocol version in a hello of unknown shape: it is the first field in every version, a small integer.
-
-    An array16 or fixarray head, the tag 1, then the version as a positive fixint.
-    """
+    """The protocol version in a hello of unknown shape: after the head and the tag 1, in every version a
+    small integer."""
     head = 3 if frame[1:2] == b"\xdc" else 1
     tag, version = frame[1 + head : 2 + head], frame[2 + head : 3 + head]
     if tag == b"\x01" and version and version[0] < 0x80:
@@ -220,11 +218,7 @@ def _hello_version(frame: bytes) -> int | None:
 
 
 def check_hello(ours: Hello, peer: Hello, *, certificate_region: str) -> None:
-    """Whether the two sides belong together.
-
-    Args:
-        ours: what we sent, or would send, on this stream. peer: what came.
-        certificate_region: the peer's name as its certificate has it.
+    """Check that the two sides belong together. ours: what we sent, or would send, on this stream. peer: what came.
 
     Raises ProtocolViolation: the message names another region than the certificate. PeerIncompatible: names every field
     that differs, with both values. ModelsDiffer: only the model does.
@@ -260,20 +254,19 @@ def _differences(ours: Hello, peer: Hello) -> list[str]:
     return list(dict.fromkeys(differences))
 
 
-def _version_difference(ours: int, theirs: int) -> str:
+def _version_difference(ours: int, peer_version: int) -> str:
     """Both versions, and the order of work: entries and messages are read by the one version that wrote them."""
     return (
-        f"protocol_version: ours {ours}, theirs {theirs}: regions of two versions do not link. Stop all regions, "
+        f"protocol_version: ours {ours}, theirs {peer_version}: regions of two versions do not link. Stop all regions, "
         "install the same version everywhere, and start them"
     )
 
 
 def settings_difference(ours: Sequence[str], peer_settings: Sequence[str]) -> str:
-    """Name the settings that differ, with both values, as `rounds.sync_every is 24 here, 16 there`; empty if none is
+    """Name the settings, "name=value" each, that differ, as `rounds.sync_every is 24 here, 16 there`; empty: none is
     told.
 
-    Args:
-        ours, peer_settings: "name=value" each. Theirs may be anything of the size of a hello, and is escaped.
+    The peer's may be anything of the size of a hello, and are escaped.
     """
     if not ours or not peer_settings:
         return ""

@@ -67,8 +67,7 @@ class FrozenTensor:
 def pack_frozen(index: int, tensors: Sequence[FrozenTensor]) -> bytes:
     """Pack a region's tensors. Where they are too many, those whose names differ in numbers alone are one row.
 
-    Args:
-        index: the region's place among those of the run.
+    index: the region's place among those of the run.
     """
     for rows in ([tensor.row() for tensor in tensors], _sums_by_name(tensors), None):
         listing = zlib.compress(json.dumps([index, rows], separators=(",", ":")).encode(), 9)
@@ -92,9 +91,8 @@ def _sums_by_name(tensors: Sequence[FrozenTensor]) -> list[list[Any]]:
 def frozen_difference(own_listing: bytes, first_listing: bytes, regions: Sequence[str]) -> str:
     """Say which tensors differ from those of the region that began the run; empty if none does.
 
-    Args:
-        own_listing, first_listing: of `pack_frozen`. The other region's may be anything, and is escaped.
-        regions: those that founded the run, sorted.
+    own_listing, first_listing: of `pack_frozen`. The other region's may be anything, and is escaped.
+    regions: those that founded the run, sorted.
     """
     if not own_listing:
         return ""

@@ -187,10 +187,7 @@ class Probe:
 
 
 def check_request(request: MeasurementRequested | LinkTestRequested, *, is_daemon: bool) -> None:
-    """Refuse what is over the limits.
-
-    Args:
-        is_daemon: a training daemon is asked.
+    """Refuse what is over the limits; those of a training daemon are lower.
 
     Raises ProtocolViolation: names the field, the value and the range.
     """

@@ -27,8 +27,7 @@ T = TypeVar("T")
 class Limits:
     """Limits of one message, whatever its fields may hold.
 
-    Attributes:
-        message_bytes_max: encoded size. items_max: length of one array, before anything is built of it.
+    message_bytes_max: encoded size. items_max: length of one array, before anything is built of it.
     """
 
     message_bytes_max: int = 4 * 2**20

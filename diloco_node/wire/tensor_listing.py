@@ -27,8 +27,7 @@ def pack_tensors(tensors: Sequence[TensorSpec]) -> bytes:
 def tensor_difference(own_listing: bytes, peer_listing: bytes) -> str:
     """Name the first tensor on each side that the other has not, or has in another shape; empty if that is not known.
 
-    Args:
-        own_listing, peer_listing: of `pack_tensors`. The peer's may be anything, and is escaped.
+    own_listing, peer_listing: of `pack_tensors`. The peer's may be anything, and is escaped.
     """
     here, there = _unpack(own_listing), _unpack(peer_listing)
     if not here or not there:

@@ -54,6 +54,10 @@ class Ending:
     ready_by_ns: int
     give_up_ns: dict[int, int] = field(default_factory=dict)
 
+    def allow(self, fragment: int, *, now_ns: int, ballot_ns: int) -> int:
+        """When the fragment's last round is given up, from its first turn on."""
+        return self.give_up_ns.setdefault(fragment, now_ns + GIVE_UP_BALLOTS * ballot_ns)
+
 
 def end_reason(
     settings: RunSettings, *, steps: Iterable[int], tokens: int, booked_tokens: Iterable[int], reason_ordered: str
@@ -204,8 +208,8 @@ class Agenda:
         round_ = rounds.get(fragment)
         if round_ is None and len(rounds) >= self._history.settings.rounds_in_flight_max:
             return None
-        patience_ns = GIVE_UP_BALLOTS * self._history.settings.ballot_deadline_min_ns
-        is_over = now_ns >= ending.give_up_ns.setdefault(fragment, now_ns + patience_ns)
+        give_up_ns = ending.allow(fragment, now_ns=now_ns, ballot_ns=self._history.settings.ballot_deadline_min_ns)
+        is_over = now_ns >= give_up_ns
         if round_ is None:
             return self._open_last(ending, fragment, is_over, now_ns)
         if not is_over or round_.is_proposed:

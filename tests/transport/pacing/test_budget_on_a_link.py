@@ -247,7 +247,7 @@ async def test_a_budget_that_is_raised_lets_a_waiting_transfer_go(mesh: Mesh) ->
     await asyncio.sleep(0.05)
     assert not moving.done()
     a.pacer.set_plan(BudgetPlan())
-    assert a.budget == BudgetPlan()
+    assert a.pacer.plan == BudgetPlan()
     await asyncio.wait_for(moving, DEADLINE_S)
     assert len(await whole_headers(b_handler, 1)) == 1
 
