@@ -43,20 +43,13 @@ _NO_BOUND: Final = "needs a bound of kind {kind} in core/bounds.py or wire/field
 
 
 class ArrayCodecs:
-    """Builds codecs by one table of bounds.
-
-    Args:
-        bounds: of every field, as `bound_of` finds them. tags: of dataclasses that are members of a union.
-    """
+    """Builds codecs by one table of bounds (`bound_of`). tags: of dataclasses that are members of a union."""
 
     def __init__(self, bounds: Bounds, tags: Mapping[type, int]) -> None:
         self._bounds, self._tags = bounds, tags
 
     def codec(self, cls: type, *, skip: int = 0, depth: int = 1) -> Codec:
-        """Build the codec of an array of fields.
-
-        Args:
-            skip: places (0 or 1) that are left at its front for the tag. depth: of the array in the whole.
+        """Build the codec of an array of fields. skip: places (0 or 1) that are left at its front for the tag.
 
         Raises TypeError: a hint that can't be encoded, or is nested deeper than `DEPTH_MAX`; a field without a bound.
         """

@@ -23,10 +23,7 @@ FORGETTING: Final = 15
 
 
 class Cadence:
-    """The gaps between the messages of one sender.
-
-    Args:
-        floor_ns: a silence up to this is never too long.
+    """The gaps between the messages of one sender. floor_ns: a silence up to this is never too long.
 
     Attributes:
         heard_at_ns: the last message; None when the next one ends no gap, as after a lost link.

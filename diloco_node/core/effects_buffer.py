@@ -10,11 +10,7 @@ from diloco_node.core.messages import Message
 
 
 class EffectBuffer:
-    """Effects in the order in which they were decided, and messages of this region to itself.
-
-    Attributes:
-        local: messages to itself, which the region delivers before it returns.
-    """
+    """Effects in the order in which they were decided, and messages of this region to itself (`local`)."""
 
     def __init__(self, region: str) -> None:
         self.local: deque[Message] = deque()
@@ -45,10 +41,8 @@ class EffectBuffer:
     def note_change(self, topic: str, state: str, text: str, *, fragment: int = -1, version: int = -1) -> None:
         """Add a line only when the state of its topic has changed.
 
-        Args:
-            topic: what it is about; few and fixed, for each is remembered. Also the kind of the note.
-            state: what is compared: `text` without its changing numbers. Empty: remember that the topic is closed.
-            text: the line.
+        topic: few and fixed, for each is remembered; also the kind of the note. state: `text` without its changing
+        numbers; empty: the topic is closed.
         """
         key = f"{topic} {fragment}"
         if self._last_noted.get(key, "") == state:

@@ -116,8 +116,7 @@ class SnapshotRefused:
 class ContributionStripeArrived:
     """A whole stripe of a contribution is in this region's memory (also its own learner's).
 
-    Attributes:
-        blocks: [start, stop), as its sender named them: only the ballot can tell whether `stripe` is there.
+    blocks: [start, stop), as its sender named them: only the ballot can tell whether `stripe` is there.
     """
 
     ballot: Ballot
@@ -141,9 +140,7 @@ class ReductionDone:
 class MergedStripeArrived:
     """A merged stripe is in this region's memory and matches its digest (also one that was reduced here).
 
-    Attributes:
-        cut: who sent it, and its blocks: what the ballot says of the stripe, if it is the right one.
-        squared_norms: per piece, sum of squares of what was decoded here.
+    cut: who sent it, and its blocks. squared_norms: per piece, sum of squares of what was decoded here.
     """
 
     ballot: Ballot
@@ -268,10 +265,8 @@ class Send:
 class PersistLedger:
     """Make term, vote and log durable, then answer LedgerPersisted(token).
 
-    Attributes:
-        truncate_from: forget the entries from this index on before appending; 0 means none.
-        entries: to append.
-        base: then begin the ledger with this, and forget the entries up to it; None: leave its beginning as it is.
+    truncate_from: forget the entries from this index on before appending; 0 means none. base: then begin the ledger
+    with this, and forget the entries up to it; None: leave its beginning as it is.
     """
 
     token: int
@@ -302,9 +297,7 @@ class SendContribution:
     """Stream each stripe of the encoded contribution to its reducer (`ContributionStripe` headers).
 
     The own stripe is delivered locally as ContributionStripeArrived. Lost with the link; the ballot's deadline notices.
-
-    Attributes:
-        skip: indexes into `stripes` that their reducers hold already, from an earlier ballot: not sent again.
+    skip: indexes into `stripes` that their reducers hold already, from an earlier ballot.
     """
 
     ballot: Ballot
@@ -319,10 +312,8 @@ class ReduceStripe:
     """Decode, weigh and sum in the given order, add the residual if asked, encode; answer ReductionDone.
 
     The bytes are found by contribution and block range: they may have arrived under an earlier ballot.
-
-    Attributes:
-        residual_of: with error feedback, the ballot whose residual for this stripe is to be added (it committed the
-            version before over the very same block range), else None. The new residual is kept under `ballot`.
+    residual_of: with error feedback, the ballot whose residual for this stripe is to be added (it committed the
+    version before over the very same block range), else None. The new residual is kept under `ballot`.
     """
 
     ballot: Ballot
@@ -352,11 +343,8 @@ class SendMerged:
 
 @dataclass(frozen=True, slots=True)
 class StorePayload:
-    """Write the ballot's merged stripes to disk, in block order; fsync; answer PayloadStored, or PayloadNotStored.
-
-    Attributes:
-        stripes: the ballot's, so that each is taken from its reducer.
-    """
+    """Write the ballot's merged stripes to disk, each from its reducer, in block order; fsync; answer PayloadStored, or
+    PayloadNotStored."""
 
     ballot: Ballot
     fragment: int
@@ -413,8 +401,7 @@ class FetchPayload:
 class FetchState:
     """Get state from the peer (StateRequested, transfer, check, store); answer StateStored or FetchFailed.
 
-    Attributes:
-        version, digest: as the ledger names them; anything else is refused with FetchFailed, and never stored.
+    Anything else than the ledger names is refused with FetchFailed, and never stored.
     """
 
     peer: str
@@ -443,9 +430,8 @@ class SetStatesAside:
 class CloseBallot:
     """Nothing more will be asked about this ballot: free its merged stripes.
 
-    Attributes:
-        committed: its residual is kept, and contributions to this version (not to later ones) are freed; else its
-            residual is dropped, and contributions stay for the next ballot of the round.
+    committed: its residual is kept, and contributions to this version (not to later ones) are freed; else its
+    residual is dropped, and contributions stay for the next ballot of the round.
     """
 
     ballot: Ballot

@@ -19,9 +19,7 @@ from diloco_node.core.types import Entry, GenesisBody
 def founders_of(run: tuple[str, ...], region: str, history: RoundHistory, entries: Iterable[Entry]) -> tuple[str, ...]:
     """The regions that founded a run: as its ledger on disk says, else as this region's settings do.
 
-    Args:
-        run: the regions of the settings, sorted. Without this one it joins a run that has begun: it founds none.
-        history: from the base on disk. entries: after it.
+    run: the regions of the settings, sorted. Without this one it joins a run that has begun: it founds none.
     """
     bodies = (history.genesis, *(entry.body for entry in entries))
     return next((body.regions for body in bodies if isinstance(body, GenesisBody)), run if region in run else ())
@@ -30,11 +28,7 @@ def founders_of(run: tuple[str, ...], region: str, history: RoundHistory, entrie
 class Genesis:
     """Theta_0 until genesis is committed, and whether the ledger is of this run.
 
-    Args:
-        run: what all regions must agree on.
-
-    Attributes:
-        listing: of the frozen tensors of the learner that attached last.
+    run: what all regions must agree on. listing: of the frozen tensors of the learner that attached last.
     """
 
     def __init__(

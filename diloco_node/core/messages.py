@@ -203,8 +203,7 @@ class Declined:
 class StripesReceived:
     """Reducer to leader: every stripe of this contribution that is reduced there has arrived whole.
 
-    Attributes:
-        learner, incarnation, snapshot: of the contribution. A learner that died has left stripes of an older one there.
+    It is named, for a learner that died has left stripes of an older one there.
     """
 
     ballot: Ballot
@@ -215,11 +214,9 @@ class StripesReceived:
 
 @dataclass(frozen=True, slots=True)
 class MergeDecided:
-    """Leader to reducers: merge exactly these, with these coefficients.
+    """Leader to reducers: merge exactly these, sorted by learner, with these coefficients.
 
-    Attributes:
-        contributions: sorted by learner.
-        coefficients: per contribution, per piece of the fragment, float32: `sum = sum_m c[m][piece] * decode(delta_m)`.
+    coefficients: per contribution, per piece of the fragment, float32: `sum = sum_m c[m][piece] * decode(delta_m)`.
     """
 
     ballot: Ballot
@@ -273,8 +270,7 @@ class PayloadDurable:
 class AuditDrawn:
     """Drawer to all, once all merged stripes are there: its nonce. Leader to all if the payload is audited: all nonces.
 
-    Attributes:
-        digest: of the merged payload, which is fixed. nonces: the leader's first.
+    digest: of the merged payload, which is fixed. nonces: the leader's first.
     """
 
     ballot: Ballot
@@ -294,8 +290,7 @@ class ContributionProjected:
 class FinishRequested:
     """To all, repeated until the run closes: this region wants the end (one last round per fragment).
 
-    Attributes:
-        is_order: its operator says so, and that is enough; else its script does, and a majority of regions must.
+    is_order: its operator says so, and that is enough; else its script does, and a majority of regions must.
     """
 
     reason: str
@@ -342,11 +337,8 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class RosterShown:
-    """To whoever may be behind: the members after the last change, and the signature of the run's authority over them.
-
-    Attributes:
-        changes, signature: see `core.ledger.roster.Roster`. members: by name, former ones too.
-    """
+    """To whoever may be behind: the members after the last change, former ones too, and the signature of the run's
+    authority over them (`core.ledger.roster.Roster`)."""
 
     changes: int
     members: tuple[Enrolled, ...]

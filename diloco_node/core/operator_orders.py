@@ -13,11 +13,8 @@ from diloco_node.core.types import DiskNamedBody, RevokedBody
 class EntryOrdered:
     """An operator of this region, which leads, wants this in the ledger (`DiskReplacement`).
 
-    Attributes:
-        body: a region is EXPELLED, or readmitted (no folder), or its certificate revoked, or its membership changes; or
-            the run gets other settings.
-        is_cut_off: the region's links are closed by that.
-        is_forced: the operator takes the risk that the next failure stops merging.
+    is_cut_off: the region's links are closed by that.
+    is_forced: the operator takes the risk that the next failure stops merging.
     """
 
     body: DiskNamedBody | RevokedBody | MembershipBody | SettingsBody

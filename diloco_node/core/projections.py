@@ -72,8 +72,7 @@ class Projected:
 class ProjectContributions:
     """The effect: project contributions that were all reduced here; answer ContributionsProjected.
 
-    Attributes:
-        stripes: of the ballot that reduced them here. windows: each lies in one of the stripes, whoever reduced it.
+    windows: each lies in one of the stripes, whoever reduced it.
     """
 
     fragment: int

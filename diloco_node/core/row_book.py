@@ -18,9 +18,6 @@ _Ranges = dict[int, tuple[int, int]]
 class RowBook:
     """See the module.
 
-    Args:
-        fragments: P. marks: per shard the row up to which lives before have named it, if they have.
-
     Attributes:
         marks: per shard the row up to which any life has named it. Another object after each change.
     """

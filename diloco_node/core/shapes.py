@@ -50,11 +50,7 @@ class OutOfBounds(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """An integer, both ends included.
-
-    Attributes:
-        above: the field of the same dataclass that this one must be greater than. since: at least as great as.
-    """
+    """An integer, both ends included; greater than (`above`) or at least (`since`) another field of its dataclass."""
 
     lowest: int
     highest: int
@@ -94,11 +90,9 @@ class Octets:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A tuple.
+    """A tuple of so many items at most; `is_set`: no item twice.
 
-    Attributes:
-        most: items. of: the bound of each; None where the type of the items says it (a dataclass, a region).
-        is_set: no item twice.
+    of: the bound of each; None where the type of the items says it (a dataclass, a region).
     """
 
     most: int

@@ -8,11 +8,7 @@ from diloco_node.core.rounds.leader import RoundLeader
 
 
 class Succession:
-    """Asked with each heartbeat.
-
-    Args:
-        leader: knows how long the own disk may lack what is committed.
-    """
+    """Asked with each heartbeat."""
 
     def __init__(self, *, ledger: LedgerCore, upkeep: Upkeep, leader: RoundLeader) -> None:
         self._ledger = ledger

@@ -237,9 +237,7 @@ class DiscardedBody:
 class FinishedBody:
     """The run is over: no round is opened after this entry, unless an `ExtendedBody` follows.
 
-    Attributes:
-        versions: of all fragments at this point; they are final.
-        steps_max, tokens_max: of the settings that it ended with.
+    versions: of all fragments; they are final. steps_max, tokens_max: of the settings that it ended with.
     """
 
     versions: tuple[int, ...]
@@ -267,9 +265,8 @@ EVICTED: Final = b"\xfe" * DISK_ID_BYTES
 class DiskNamedBody:
     """The folder of a region that counts from this entry on: the view of the run changes, one region at a time.
 
-    Attributes:
-        disk: the folder's id; empty: none of this region, until a further entry names one; EXPELLED: none, until an
-            entry readmits the region; EVICTED: none, and the voter counts for no majority, until an entry names one.
+    disk: the folder's id; empty: none of this region, until a further entry names one; EXPELLED: none, until an entry
+    readmits the region; EVICTED: none, and the voter counts for no majority, until an entry names one.
     """
 
     region: str
@@ -342,9 +339,8 @@ class Entry:
 class LedgerBase:
     """The beginning of a ledger whose first entries are gone: they are summed up.
 
-    Attributes:
-        index, term, hash: of the last entry that is summed up; 0, 0 and 32 zero bytes for none.
-        summary: what the entries up to it say, as far as it still matters; `core.ledger.summary` encodes it.
+    index, term, hash: of the last entry that is summed up; 0, 0 and 32 zero bytes for none.
+    summary: what the entries up to it say, as far as it still matters; `core.ledger.summary` encodes it.
     """
 
     index: int

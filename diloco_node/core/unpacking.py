@@ -46,11 +46,10 @@ _COUNTS: Final = {0xDC: 2, 0xDD: 4}
 def unpack(data: bytes | memoryview, *, depth_max: int, values_max: int, items_max: int) -> Any:
     """The value that the bytes hold, arrays as lists; memory is spent only for what is within the limits.
 
-    Args:
-        depth_max: arrays within each other. values_max: arrays and scalars altogether. items_max: of one array.
+    depth_max: arrays within each other. values_max: arrays and scalars altogether. items_max: of one array.
 
-    Raises:
-        ProtocolViolation: over a limit, a map or an ext type, text that is not UTF-8, or not exactly one whole value.
+    Raises ProtocolViolation: over a limit, a map or an ext type, text that is not UTF-8, or not exactly one whole
+    value.
     """
     whole = bytes(data)
     check_bounds(whole, depth_max=depth_max, values_max=values_max, items_max=items_max)

@@ -23,12 +23,10 @@ PHASES: Final = ("gather", "reduce", "commit", "apply")
 
 @dataclass(frozen=True, slots=True)
 class RoundView:
-    """An open round, as this region sees it.
+    """An open round, as this region sees it; `waiting`: what it waits for, in words.
 
-    Attributes:
-        members, reducers: of the current ballot; empty where only the leader knows.
-        opened_at_ns, deadline_ns: monotonic; 0 where only the leader knows.
-        waiting: what it waits for, in words.
+    members, reducers: of the current ballot; empty where only the leader knows.
+    opened_at_ns, deadline_ns: monotonic; 0 where only the leader knows.
     """
 
     fragment: int
@@ -66,12 +64,7 @@ class PeerView:
 
 @dataclass(frozen=True, slots=True)
 class ParticipationView:
-    """How often a learner was in a merge.
-
-    Attributes:
-        included: committed rounds that include it, while it was seen to be live.
-        committed: rounds committed while it was live.
-    """
+    """How often a learner was in a merge, of the rounds that were committed while it was seen to be live."""
 
     learner: str
     included: int

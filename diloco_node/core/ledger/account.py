@@ -47,7 +47,7 @@ class Account:
     Entries that are taken may be taken back, newest first, until they are settled.
 
     Attributes:
-        shards: the same for the rows of the data.
+        index: of the last entry that was taken. shards: the same for the rows of the data.
     """
 
     def __init__(self) -> None:
@@ -240,15 +240,10 @@ class Account:
     def discards_due(
         self, learner: str, incarnation: int, *, steps: int, tokens: int, fragments: int, reason: str
     ) -> tuple[DiscardedBody, ...]:
-        """Return the discards that must be booked when an incarnation is dead.
+        """Return the discards that must be booked when an incarnation is dead, for each fragment with steps in no
+        merge.
 
-        Args:
-            steps, tokens: trained by it, as it counted.
-            fragments: P.
-            reason: for the ledger.
-
-        Returns:
-            A body for each fragment with steps that are in no merge, by fragment.
+        steps, tokens: trained by it, as it counted. reason: for the ledger.
         """
         due = []
         for fragment in range(0 if self.is_closed(learner, incarnation) else fragments):

@@ -28,8 +28,7 @@ from diloco_node.core.types import EVICTED, EXPELLED, Entry
 def expulsion_fault(disks: Mapping[str, bytes], region: str, alive: Container[str] | None = None) -> str:
     """Say why a region can't be expelled: the others could commit nothing without it. Empty if it can.
 
-    Args:
-        disks: per voter the id that the log names. alive: who is there now; None: all.
+    disks: per voter the id that the log names. alive: who is there now; None: all.
     """
     needed = majority_of(len(disks))
     voting = [

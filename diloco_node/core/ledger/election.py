@@ -40,11 +40,7 @@ LASTING_TIMEOUTS: Final = 60
 
 
 def majority_value(values: Iterable[int]) -> int:
-    """The largest number that a majority of the values reach: 7 of (9, 7, 3), 3 of (9, 7, 3, 3).
-
-    Args:
-        values: one per voter, at least one.
-    """
+    """The largest number that a majority of the values, one per voter, reach: 7 of (9, 7, 3), 3 of (9, 7, 3, 3)."""
     in_order = sorted(values, reverse=True)
     return in_order[majority_of(len(in_order)) - 1]
 
@@ -287,9 +283,7 @@ class Election:
     ) -> None:
         """Answer a candidate whose term was adopted, or a pre-vote, which changes nothing here.
 
-        Args:
-            is_up_to_date: its log holds at least what this voter's does.
-            has_leader_contact: there is a leader that an election would disturb.
+        is_up_to_date: its log holds at least what this voter's does. has_leader_contact: it would disturb a leader.
         """
         # Who knows a view has seen the run founded: nobody may found it again.
         is_welcome = is_up_to_date and (request.has_view or not self._disks.has_view)

@@ -58,27 +58,15 @@ _Plain = int | float | str | bytes | list[Any]
 
 
 def seal(index: int, term: int, previous: bytes, body: EntryBody) -> Entry:
-    """Make the entry with its place in the chain.
+    """Make the entry with its place in the chain. previous: hash of entry `index - 1`, or ZERO_HASH.
 
-    Args:
-        index: from 1.
-        term: of the leader that appends it, from 1.
-        previous: hash of entry `index - 1`, or ZERO_HASH.
-        body: what it records.
-
-    Raises:
-        ValueError: a field has the wrong type or is out of its bounds (`core.bounds`), or the entry would be longer
-            than ENTRY_BYTES_MAX.
+    Raises ValueError: a field has the wrong type or is out of its bounds, or the entry is over ENTRY_BYTES_MAX.
     """
     return Entry(index=index, term=term, previous=previous, body=body, hash=_hash_of(index, term, previous, body))
 
 
 def verify_chain(entries: Sequence[Entry], *, previous_index: int = 0, previous_hash: bytes = ZERO_HASH) -> None:
-    """Check that the entries follow each other and what comes before, and that every hash is right.
-
-    Args:
-        entries: in order; may be empty.
-        previous_index, previous_hash: the entry before the first one; by default none.
+    """Check that the entries follow each other and the one before, by default none, and that every hash is right.
 
     Raises ProtocolViolation: names the first index that is wrong and what is wrong with it.
     """

@@ -82,10 +82,7 @@ def check_held(base: LedgerBase, entries: Sequence[Entry], meaning: Meaning | No
 
 
 class EntryGate:
-    """See the module.
-
-    Args:
-        log: read only. meaning: None: every entry is welcome.
+    """See the module. log: read only. meaning: None: every entry is welcome.
 
     Attributes:
         refused: per peer, how many of its messages held an entry that can't be. faults: the last of them, in words.
@@ -109,16 +106,11 @@ class EntryGate:
         return f"; refused entries of {', '.join(counts)}" if counts else ""
 
     def fault(self, request: AppendEntries, *, peer: str, committed_index: int) -> str:
-        """Return why an entry of the message can't be; empty if all can.
+        """Return why an entry of a peer's message can't be; empty if all can.
 
         It is also empty if the previous entry does not match: then none is taken. Entries in the log are not asked
         again. The sender answers for all that it made: the entries of this term, and of older terms that it led those
         that are not committed. Others may have been committed under other settings.
-
-        Args:
-            request: its entries follow each other and the previous one.
-            peer: its sender.
-            committed_index: entries up to here are never truncated.
         """
         if self._meaning is None or not self._log.has(request.previous_index, request.previous_hash):
             return ""

@@ -25,8 +25,7 @@ LIFE_BITS: Final = 32
 def next_life(life: int, chance: int) -> int:
     """Return the next life of a folder: one more start.
 
-    Args:
-        chance: LIFE_BITS random bits, which tell two copies of a folder apart that were started as often.
+    chance: LIFE_BITS random bits, which tell two copies of a folder apart that were started as often.
     """
     return (starts_of(life) + 1) << LIFE_BITS | chance
 
@@ -60,11 +59,7 @@ class _Memory:
 
 
 class FolderLives:
-    """See the module.
-
-    Args:
-        disks: the folders that count.
-    """
+    """See the module. disks: the folders that count."""
 
     def __init__(self, disks: DiskView) -> None:
         self._disks = disks

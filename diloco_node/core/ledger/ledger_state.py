@@ -291,11 +291,7 @@ class LedgerState:
         return fault
 
     def take_committed(self, entries_max: int | None = None) -> list[Entry]:
-        """Entries that are committed and on this region's disk and were not taken before, in order.
-
-        Args:
-            entries_max: how many at most; the others are there for the next call.
-        """
+        """Entries, so many at most, that are committed, on this region's disk and not taken before, in order."""
         first, last = self._taken_index + 1, self.commit_index
         if entries_max is not None:
             last = min(last, self._taken_index + entries_max)

@@ -63,13 +63,8 @@ class ReplicaLog:
     Invariants: `durable_index <= last_index`; staged entries follow the last one without a gap; the hash of an entry
     fixes everything before it.
 
-    Args:
-        entries: what the disk held.
-        may_persist: whether an entry's payload is on the disk.
-        base: what the log begins with. has_base: whether the disk holds the states that it stands for.
-
     Attributes:
-        base: as it is now.
+        base: the log begins with it now. is_whole: the disk holds what it stands for.
     """
 
     def __init__(
@@ -301,8 +296,7 @@ class ReplicaLog:
     def promote(self, may_persist: Callable[[Entry], bool], *, committed_index: int = 0) -> None:
         """Move staged entries to the log, in order, up to the first that may not be persisted yet.
 
-        Args:
-            committed_index: those up to here are committed, and go there even without their payload.
+        Committed ones go there even without their payload.
         """
         count = 0
         for entry in self._staged:

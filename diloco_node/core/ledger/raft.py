@@ -67,11 +67,7 @@ class LedgerCore(LedgerState):
     """The ledger of one voter. See the module for the caller's duties, and `LedgerState` for the arguments."""
 
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
-        """Take note of a fact.
-
-        Args:
-            event: TimerFired, MessageArrived with a message of the ledger, LedgerPersisted or LinkChanged.
-            now_ns: never less than before.
+        """Take note of TimerFired, MessageArrived with a message of the ledger, LedgerPersisted or LinkChanged.
 
         Raises InvalidTransition: an event or message that is not the ledger's.
         """

@@ -87,8 +87,7 @@ class Follower:
     def answered(self, answer: AppendEntriesReply, *, now_ns: int) -> bool:
         """Take note of an answer of this term, whose acknowledged entry is the leader's own.
 
-        Returns:
-            False if the follower has lost entries that it had acknowledged.
+        Returns: False if the follower has lost entries that it had acknowledged.
         """
         self.answered_ns = now_ns
         if answer.disk != self.disk:
@@ -145,10 +144,7 @@ class WitnessFollower(Follower):
     """The witness (`core.ledger.witness`), as a leader sees it. It keeps what not both voters have on disk.
 
     Committed entries that it lacks were committed by the two voters, as all before them: a majority without the witness
-    is both of them. So it gets none of those, and begins its log anew there.
-
-    Attributes:
-        settled_index: where its log begins, as far as this leader had it begin.
+    is both of them. So it gets none of those, and begins its log anew there, at `settled_index`.
     """
 
     settled_index: int = 0
@@ -212,8 +208,7 @@ class Following:
     def take(self, log: ReplicaLog, request: AppendEntries) -> int:
         """Stage the entries of a message whose previous entry matches, in place of what differs.
 
-        Returns:
-            The first index that was overwritten; 0 if none was.
+        Returns: the first index that was overwritten; 0 if none was.
         """
         conflict = log.first_conflict(request.entries)
         if conflict:
@@ -240,11 +235,7 @@ def fault_in(request: AppendEntries) -> str:
 
 
 def fork_in(request: AppendEntries, log: ReplicaLog, *, committed_index: int) -> tuple[int, bytes] | None:
-    """Index and the leader's hash where its log and this one part as no two logs can in Raft; None if they don't.
-
-    Args:
-        request: without fault (`fault_in`).
-    """
+    """Index and the leader's hash where its log and this one part as no two logs can in Raft; None if they don't."""
     index, entry_hash, terms = request.previous_index, request.previous_hash, set[int]()
     if log.has(index, entry_hash):
         index = log.first_conflict(request.entries)

@@ -167,20 +167,12 @@ class Roster:
         return len(set(names) & set(self.voters)) >= majority_of(len(self.voters))
 
     def stand_in(self, reaches: Callable[[str], bool]) -> str:
-        """The witness, while a voter is out of reach, for it acknowledges no entry without the payload; else empty.
-
-        Args:
-            reaches: whether a region is in reach; this one is.
-        """
+        """The witness, while a voter is out of reach, for it acknowledges no entry without the payload; else empty."""
         return "" if all(reaches(name) for name in self.voters if name != self.witness) else self.witness
 
     def words_needed(self, there: Container[str]) -> int:
         """How many voting regions must say the same: a majority; beside a witness, which says nothing, all that are
-        there.
-
-        Args:
-            there: the regions that are.
-        """
+        there."""
         if not self.witness:
             return majority_of(len(self.voters))
         return max(1, sum(name in there for name in self.voters))
@@ -290,8 +282,7 @@ def lines_fault(lines: Iterable[Enrolled]) -> str:
 def vote_fault(disks: Mapping[str, bytes], region: str) -> str:
     """Say why the others can't do without the vote of this region; empty if they can.
 
-    Args:
-        disks: per voter that would be left the folder that the log names.
+    disks: per voter that would be left the folder that the log names.
     """
     if not disks:
         return f"{region} is the only voter"

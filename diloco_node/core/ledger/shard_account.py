@@ -35,11 +35,7 @@ ADVANCE_MAX: Final = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class ShardHolder:
-    """The life that trained a shard last.
-
-    Attributes:
-        start: rows up to there are of lives before. stop: the shard's position.
-    """
+    """The life that trained a shard last: of its rows up to `stop`, those up to `start` are of lives before."""
 
     learner: str
     incarnation: int
@@ -67,11 +63,7 @@ def put(table: dict[K, V], key: K, value: V | None) -> None:
 
 
 class ShardAccount:
-    """See the module.
-
-    Args:
-        set_key: as `put`, so that it can be taken back with the entry.
-    """
+    """See the module. set_key: as `put`, so that it can be taken back with the entry."""
 
     def __init__(self, set_key: Callable[[dict[Any, Any], Any, Any], None]) -> None:
         self._put = set_key

@@ -38,8 +38,7 @@ _DEPTH_MAX: Final = 6
 class Covered:
     """Up to where a learner's incarnation is merged or discarded.
 
-    Attributes:
-        steps, tokens: per fragment; a single number if it is the same for all, as of a dead incarnation.
+    steps, tokens: per fragment; a single number if it is the same for all, as of a dead incarnation.
     """
 
     learner: str
@@ -52,8 +51,7 @@ class Covered:
 class Closed:
     """A learner's incarnations up to this one, in sums.
 
-    Attributes:
-        steps: how far each got in any fragment, together. tokens: merged or discarded, per fragment.
+    steps: how far each got in any fragment, together. tokens: merged or discarded, per fragment.
     """
 
     learner: str
@@ -175,10 +173,7 @@ def encode_summary(summary: RunSummary) -> bytes:
 
 
 def decode_summary(data: bytes, *, fragments: int) -> RunSummary:
-    """The summary that `encode_summary` wrote.
-
-    Args:
-        fragments: P; it must be of a ledger with so many.
+    """The summary that `encode_summary` wrote, of a ledger with so many fragments.
 
     Raises ProtocolViolation: not the canonical encoding of a summary, or not of such a ledger.
     """

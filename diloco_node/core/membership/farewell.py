@@ -24,9 +24,6 @@ QUIET_HEARTBEATS: Final = 5
 class Farewell:
     """Asked with each heartbeat, and at each new link.
 
-    Args:
-        roster_fault: see `EntryCheck`.
-
     Attributes:
         reason: why this region leaves the run; empty while it does not.
         joined: changes of the members when this region asked to join; a list with fewer is from before. It counts while

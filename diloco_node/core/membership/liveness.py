@@ -197,8 +197,7 @@ class Liveness:
     def next_receiver(self, leader: str, *, is_last: bool) -> str | None:
         """Take turns: choose who gets the next regular heartbeat; None is everybody.
 
-        Args:
-            is_last: this region is about to go, and all should know how far it came.
+        is_last: this region is about to go, and all should know how far it came.
         """
         self._turn = (self._turn + 1) % self.stride
         return leader if self._turn and not is_last else None

@@ -18,9 +18,8 @@ def order_fault(
 ) -> str:
     """Say why an operator's order can't be carried out now, with its arithmetic; empty if it can.
 
-    Args:
-        alive: the regions that are there, beside the leader.
-        is_forced: the operator takes the risk that the next failure stops merging; not that this change does.
+    alive: the regions that are there, beside the leader.
+    is_forced: the operator takes the risk that the next failure stops merging; not that this change does.
     """
     region = body.region
     if fault := roster.change_fault(body) or (roster.loss_fault(region) if region == roster.witness else ""):

@@ -41,10 +41,7 @@ def incarnation_min(newest: int, replacements: int) -> int:
     """The least number for a new life of a region's learner, whatever lives the region's folder knows of.
 
     A folder that was lost may have handed out numbers that no entry names yet, while other regions still hold what
-    those lives contributed. So each folder begins well above what the ledger knows.
-
-    Args:
-        newest: the newest life in the ledger, -1 if there is none. replacements: how often another folder was named.
+    those lives contributed. So each folder, after so many replacements, begins well above the newest in the ledger.
     """
     return newest + 1 + LIVES_UNKNOWN_MAX * replacements
 

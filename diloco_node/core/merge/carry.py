@@ -46,9 +46,7 @@ class Anchor(StrEnum):
 class CarryPlan:
     """How to apply a new version: `theta = new + lam * (theta - anchor)`.
 
-    Attributes:
-        anchor: see Anchor.
-        carry_factor: 1 for an exact carry-over; 0 with `Anchor.NONE`, and only there.
+    carry_factor: lam; 1 for an exact carry-over; 0 with `Anchor.NONE`, and only there.
     """
 
     anchor: Anchor
@@ -88,14 +86,11 @@ def carry_plan(
 def carry_over(plan: CarryPlan, *, new: F32, theta: F32, anchor: F32 | None) -> F32:
     """The learner's parameters after the apply: reference for the learner's in-place version.
 
-    Args:
-        new: shape (n,), float32; the new version. Not changed.
-        theta: shape (n,), float32; the learner's parameters now. Not changed.
-        anchor: shape (n,), float32; the snapshot or base that the plan names, None for `Anchor.NONE`.
+    new: the new version. theta: its parameters now. anchor: the snapshot or base that the plan names, None for
+    `Anchor.NONE`. All have shape (n,), float32, and are not changed.
 
-    Returns:
-        Shape (n,), float32. Exactly `new` for a learner that did not move since its anchor. Each operation is rounded
-        to float32 by itself; with `carry_factor` 1 there is no multiplication.
+    Returns: shape (n,), float32. Exactly `new` for a learner that did not move since its anchor. Each operation is
+    rounded to float32 by itself; with `carry_factor` 1 there is no multiplication.
     """
     if (anchor is None) != (plan.anchor is Anchor.NONE):
         raise ValueError(f"the plan's anchor is {plan.anchor}, but {'no' if anchor is None else 'an'} array was given")

@@ -135,18 +135,13 @@ class _Strip:
 
 
 def build_manifest(tensors: Sequence[TensorSpec], fragments: int) -> Manifest:
-    """Cut the tensors into `fragments` parts of nearly equal size.
+    """Cut the tensors, in any order, into parts of nearly equal size.
 
     No fragment exceeds the mean by more than the largest piece; a piece is at most one mean fragment, unless a single
     row is larger than that.
 
-    Args:
-        tensors: any order; names must differ.
-        fragments: P, at least 1.
-
-    Raises:
-        ConfigError: no tensors, a bad name or shape, a duplicate, too much of anything, or more fragments than pieces
-            that can be made.
+    Raises ConfigError: no tensors, a bad name or shape, a duplicate, too much of anything, or more fragments than
+    pieces that can be made.
     """
     _check(tensors, fragments)
     in_order = tuple(sorted(tensors, key=lambda spec: spec.name))

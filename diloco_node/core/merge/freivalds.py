@@ -43,8 +43,7 @@ PROJECTION_ERROR: Final = 1e-6
 def draw_windows(nonces: Sequence[bytes], stripes: Sequence[Stripe], piece_blocks: Sequence[int]) -> tuple[Window, ...]:
     """Draw the windows of a payload, by reducer in the order of their stripes; none if it is not audited.
 
-    Args:
-        nonces: of the audit; none: nothing is drawn. stripes: of the ballot. piece_blocks: blocks of each piece.
+    nonces: of the audit; none: nothing is drawn. piece_blocks: blocks of each piece.
     """
     draw = hashlib.sha256(b"".join(nonces)).digest() if nonces else b""
     if not draw or draw[0] % AUDIT_EVERY:
@@ -75,14 +74,10 @@ def wrong_reducers(
     coefficients: Sequence[Sequence[float]],
     rows: Sequence[Sequence[float]],
 ) -> dict[str, str]:
-    """Find reducers whose merged stripes are not the sum, each with the figures.
+    """Find reducers whose merged stripes are not the sum, each with the figures; none while a member's row is empty.
 
-    Args:
-        projection: of the payload, as worked out here.
-        coefficients: per member, per piece. rows: per member, per window, the projection of its contribution.
-
-    Returns:
-        Nothing while the row of a member is empty, or there are no rows.
+    projection: of the payload, as worked out here.
+    coefficients: per member, per piece. rows: per member, per window, the projection of its contribution.
     """
     if not windows or len(rows) != len(coefficients) or any(len(row) != len(windows) for row in rows):
         return {}

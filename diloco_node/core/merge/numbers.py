@@ -41,9 +41,8 @@ LENGTH_ERROR: Final = 2e-3
 class MergeNumbers:
     """Weights and what follows from them.
 
-    Attributes:
-        contributions: at least one, sorted by learner. weights, clips: one of each per contribution.
-        rules: one per piece. share: part of a full outer step.
+    contributions: at least one, sorted by learner. weights, clips: one of each per contribution.
+    rules: one per piece. share: part of a full outer step.
     """
 
     contributions: tuple[Contribution, ...]
@@ -57,11 +56,7 @@ class MergeNumbers:
         return weighing.coefficients(self.contributions, self.weights, self.rules, self.clips)
 
     def factors(self, squared_norms: Sequence[float]) -> tuple[float, ...]:
-        """Return the factor on each piece of the sum (`weights.factors`).
-
-        Args:
-            squared_norms: per piece, of the decoded payload.
-        """
+        """Return the factor on each piece of the decoded sum, of these squared norms per piece (`weights.factors`)."""
         return weighing.factors(
             self.contributions, self.weights, self.rules, self.clips, squared_norms, share=self.share
         )
@@ -136,11 +131,7 @@ def length_limits(
 
 
 def stripe_radii(coefficients: Sequence[Sequence[float]], squared_norms: Sequence[Sequence[float]]) -> list[float]:
-    """Return per piece the sum of the weighted lengths of one stripe.
-
-    Args:
-        coefficients, squared_norms: per contribution, per piece.
-    """
+    """Return per piece the sum of the weighted lengths of one stripe. All are per contribution, per piece."""
     lengths = (
         [coefficient * sqrt(square) for coefficient, square in zip(row, squares, strict=True)]
         for row, squares in zip(coefficients, squared_norms, strict=True)

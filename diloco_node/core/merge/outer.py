@@ -15,14 +15,10 @@ from diloco_node.numeric import F32
 def outer_step(theta: F32, momentum: F32, delta: F32, *, lr: float, mu: float) -> tuple[F32, F32]:
     """Make an outer step: `m <- mu * m + d; theta <- theta - lr * (d + mu * m)`.
 
-    Args:
-        theta: shape (n,), float32; parameters. Not changed.
-        momentum: shape (n,), float32; zeros before the first step. Not changed.
-        delta: shape (n,), float32; the merged outer gradient, factors applied. Subtracted, like a gradient.
-        lr, mu: outer learning rate and momentum; rounded to float32. mu = 0 is plain SGD.
+    theta, momentum, delta: shape (n,), float32; not changed. The momentum is zero before the first step; delta is the
+    merged outer gradient, factors applied. lr, mu: rounded to float32; mu = 0 is plain SGD.
 
-    Returns:
-        New theta and momentum, shape (n,), float32.
+    Returns: new theta and momentum, shape (n,), float32.
 
     Source: Nesterov momentum as in torch.optim.SGD(nesterov=True); the first step moves (1 + mu) * lr * delta.
     """

@@ -122,12 +122,9 @@ class RecentRounds:
 
 
 def clips(contributions: Sequence[Contribution], sizes: Sequence[int], recent: RecentRounds) -> Clips:
-    """How much of each contribution counts.
+    """How much of each contribution of a round counts.
 
-    Args:
-        contributions: of one round; none that `core.merge.weights.refusal` objects to.
-        sizes: values of each piece of the fragment.
-        recent: the rounds of the fragment before this one.
+    sizes: values of each piece of the fragment. recent: the rounds of the fragment before this one.
     """
     if len(contributions) < MEMBERS_MIN and not recent.is_full:
         return _whole(contributions)

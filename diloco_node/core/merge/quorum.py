@@ -59,12 +59,9 @@ class RoundTiming:
 
 @dataclass(frozen=True, slots=True)
 class OpenDecision:
-    """The answer.
+    """The answer: whether to open the round now, and why, in one line for log, status and dashboard.
 
-    Attributes:
-        open: open the round now.
-        wake_at_ns: ask again then even if nothing happens; None if only an event can change the answer.
-        reason: one line for log, status and dashboard.
+    wake_at_ns: ask again then even if nothing happens; None if only an event can change the answer.
     """
 
     open: bool
@@ -92,15 +89,9 @@ class ReportSpread:
 
 
 def quorum_size(live: int, quorum_min: int) -> int:
-    """Learners that must be due before the grace window starts.
+    """Learners, at least 1, that must be due before the grace window starts.
 
-    Args:
-        live: live, reachable learners.
-        quorum_min: as set; 0 means a majority of the live ones. More than are alive means all of them: a death must
-            not stop the merging.
-
-    Returns:
-        At least 1.
+    quorum_min: 0 means a majority of the live ones. More than are alive means all: a death must not stop the merging.
     """
     return max(1, min(quorum_min, live) if quorum_min > 0 else live // 2 + 1)
 
@@ -130,13 +121,8 @@ def decide_open(
     The window starts when the last learner of the quorum became due, so the answer depends on nothing but the
     arguments: a new leader with the same facts answers the same.
 
-    Args:
-        now_ns: monotonic time.
-        learners: all live, reachable learners, any order.
-        timing: measured times.
-        settings: `quorum_min`, `grace_gamma`, `overlap_steps` and `rounds_in_flight_max` are read.
-        not_before_ns: pacing, from `schedule.earliest_open_ns`.
-        rounds_in_flight: rounds open on other fragments.
+    learners: all live, reachable ones. not_before_ns: pacing, from `schedule.earliest_open_ns`.
+    rounds_in_flight: rounds open on other fragments.
     """
     due = sorted((learner.due_at_ns, learner.name) for learner in learners if learner.due_at_ns is not None)
     late = sorted(learner.name for learner in learners if learner.due_at_ns is None)

@@ -25,18 +25,12 @@ long, while a lasting slowdown is still followed within a few steps."""
 def due_step(
     fragment: int, position: FragmentPosition, *, sync_every: int, fragments: int, lead: int = LEAD_STEPS
 ) -> int | None:
-    """The learner's step from which on it is due for this fragment.
+    """The learner's step from which on it is due for this fragment; None while it has not applied genesis.
 
     Before the first round, fragment p of P is due at `ceil((p + 1) * H / P)`, so that the cycle is staggered from the
     start; later `H - lead` steps after its mark (at least one).
 
-    Args:
-        fragment: index, 0 to `fragments - 1`.
-        position: where the learner stands with it.
-        sync_every: H. fragments: P. lead: steps the ballot opens early.
-
-    Returns:
-        None while the learner has not applied genesis.
+    position: where the learner stands with it. sync_every: H. fragments: P. lead: steps the ballot opens early.
     """
     if position.base_version < 0:
         return None
@@ -48,10 +42,7 @@ def due_step(
 def overdue_steps(
     fragment: int, position: FragmentPosition, step: int, *, sync_every: int, fragments: int, lead: int = LEAD_STEPS
 ) -> int:
-    """How many steps ago the learner became due; negative: it is due in that many steps.
-
-    -1 while the learner has not applied genesis.
-    """
+    """How many steps ago the learner became due; negative: in that many steps; -1 before it has applied genesis."""
     due = due_step(fragment, position, sync_every=sync_every, fragments=fragments, lead=lead)
     return -1 if due is None else step - due
 
@@ -67,15 +58,9 @@ def due_fragments(status: LearnerStatus, *, sync_every: int) -> frozenset[int]:
 
 
 def next_news_step(positions: Sequence[FragmentPosition], step: int, *, sync_every: int) -> int | None:
-    """The next step of a learner that changes what the leader may do.
+    """The next step of a learner that changes what the leader may do; None before genesis.
 
-    There a fragment becomes due, or has something to contribute for the first time.
-
-    Args:
-        positions: where the learner stands, by fragment. step: the one that was reported last. sync_every: H.
-
-    Returns:
-        A step after `step`; None while there is none, before genesis.
+    There a fragment becomes due, or has something to contribute for the first time. step: the last one reported.
     """
     news = [position.included_step + 1 for position in positions]
     for fragment, position in enumerate(positions):
@@ -88,8 +73,7 @@ def next_news_step(positions: Sequence[FragmentPosition], step: int, *, sync_eve
 def most_overdue_first(overdue: Iterable[tuple[int, int]]) -> list[int]:
     """Fragments in the order in which their rounds are opened: the most overdue first; ties go to the smaller index.
 
-    Args:
-        overdue: (fragment, overdue steps) of the candidates, any order; negative ones are not due and left out.
+    overdue: (fragment, overdue steps) of the candidates; negative ones are not due and left out.
     """
     return [fragment for _, fragment in sorted((-steps, fragment) for fragment, steps in overdue if steps >= 0)]
 
@@ -97,11 +81,8 @@ def most_overdue_first(overdue: Iterable[tuple[int, int]]) -> list[int]:
 def earliest_open_ns(last_open_ns: int | None, *, sync_every: int, fragments: int, step_time_ns: int) -> int:
     """The time before which no further round may be opened: at most one per `H * step_time / P`.
 
-    Counted from the last opening, not from a grid: what was missed in a stall is not made up in a burst.
-
-    Args:
-        last_open_ns: when the last round was opened (first ballot); None if there was none.
-        step_time_ns: `median_step_time_ns`; 0 (unknown) means no pacing.
+    Counted from the last opening (first ballot), not from a grid: what was missed in a stall is not made up in a burst.
+    An unknown step time, 0, means no pacing.
     """
     if last_open_ns is None:
         return 0
@@ -113,12 +94,10 @@ SLOWER_MAX: Final = 16
 
 
 def median_step_time_ns(averages_ns: Sequence[int]) -> int:
-    """Median of the live learners' averages; 0 if none is known.
+    """Median of the live learners' averages, those of 0 left out; 0 if none is known.
 
-    Args:
-        averages_ns: any order; 0 means unknown and is left out. For an even number the mean of the middle two counts,
-            rounded down. If the larger one is beyond `SLOWER_MAX` times the smaller, it is not believed: the smaller
-            counts.
+    For an even number the mean of the middle two counts, rounded down. If the larger one is beyond `SLOWER_MAX` times
+    the smaller, it is not believed: the smaller counts.
     """
     averages = sorted(average for average in averages_ns if average > 0)
     if not averages:
@@ -128,12 +107,9 @@ def median_step_time_ns(averages_ns: Sequence[int]) -> int:
 
 
 def believed_step_time_ns(reported_ns: int, averages_ns: Sequence[int]) -> int:
-    """Return a learner's reported step time, but not more than `SLOWER_MAX` times the others'.
+    """Return a learner's reported step time, but not more than `SLOWER_MAX` times the others'; 0 means unknown.
 
     Rounds wait for members in proportion to this: without a bound one that reports a year would hold them up for years.
-
-    Args:
-        reported_ns: of this learner. averages_ns: of all, this one too; any order, 0 means unknown.
     """
     averages = sorted(average for average in averages_ns if average > 0)
     # The lower one of the middle two: of two learners one may be wrong.

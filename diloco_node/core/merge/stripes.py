@@ -39,11 +39,8 @@ def block_count(fragment: Fragment) -> int:
 
 
 def stripes_fault(stripes: Sequence[Stripe], *, regions: Collection[str], blocks: int) -> str:
-    """Why these are not the stripes of a fragment; empty when they cover it in order, and regions of the run reduce it.
-
-    Args:
-        blocks: of the fragment.
-    """
+    """Why these are not the stripes of a fragment; empty when they cover it in order, and regions of the
+    run reduce it."""
     at = 0
     for stripe in stripes:
         if stripe.reducer not in regions:
@@ -57,14 +54,11 @@ def stripes_fault(stripes: Sequence[Stripe], *, regions: Collection[str], blocks
 def cut_stripes(blocks: int, shares: Sequence[tuple[str, int]]) -> tuple[Stripe, ...]:
     """Cut blocks [0, blocks) into one stripe per region with a share.
 
-    Args:
-        blocks: blocks of the fragment, at least 1.
-        shares: (region, share) in any order; the share is an integer in any unit, for instance the smaller of egress
-            and ingress rate in bytes per second. All equal gives equal stripes.
+    shares: (region, share) in any order; the share is an integer in any unit, for instance the smaller of egress and
+    ingress rate in bytes per second. All equal gives equal stripes.
 
-    Returns:
-        Sorted by region, without gaps; each within one block of its exact proportion. A region with share 0, or too
-        small a share for a whole block, has no stripe.
+    Returns: sorted by region, without gaps; each within one block of its exact proportion. A region with share 0, or
+    too small a share for a whole block, has no stripe.
 
     Raises ValueError: no blocks, a negative share, a region twice, or nobody with a share. All are bugs of the caller.
     """
@@ -87,11 +81,9 @@ def cut_stripes(blocks: int, shares: Sequence[tuple[str, int]]) -> tuple[Stripe,
 
 @dataclass(frozen=True, slots=True)
 class RoundLoad:
-    """The bytes that one round of a fragment moves.
+    """The bytes that one round of a fragment moves: a whole contribution up, a whole merged fragment down.
 
-    Attributes:
-        blocks: of the fragment. up_bytes, down_bytes: a whole contribution, a whole merged fragment.
-        regions: that contribute and get the merged fragment, the reducers among them.
+    regions: that contribute and get the merged fragment, the reducers among them.
     """
 
     blocks: int
@@ -134,13 +126,10 @@ class RoundLoad:
 def cut_by_budget(load: RoundLoad, reducers: Sequence[str], budgets: Mapping[str, RateLimits]) -> tuple[Stripe, ...]:
     """Cut the blocks so that the slowest region, sending or receiving, is done as early as whole blocks allow.
 
-    Args:
-        load: of the round. reducers: at least one, each once.
-        budgets: ceilings by region, at least of all reducers. A region without a ceiling in one direction counts as
-            one with the largest of the others': what its line carries nobody knows. Without any the stripes are equal.
+    budgets: ceilings by region, at least of all reducers. A region without a ceiling in one direction counts as one
+    with the largest of the others': what its line carries nobody knows. Without any the stripes are equal.
 
-    Returns:
-        As `cut_stripes`. A region whose own contribution takes it longest of all reduces nothing.
+    Returns: as `cut_stripes`. A region whose own contribution takes it longest of all reduces nothing.
     """
     limits = _filled(reducers, budgets)
     if all(limit == NO_LIMITS for limit in limits.values()):
@@ -213,12 +202,9 @@ def _spread(blocks: int, spans: Mapping[str, tuple[int, int]]) -> tuple[Stripe, 
 def cut_finer(stripes: Sequence[Stripe], *, encoded_bytes: int) -> tuple[Stripe, ...]:
     """Cut stripes into nearly equal ones of the same reducer, so that its work and the transfers overlap.
 
-    Args:
-        stripes: as `cut_stripes` makes them.
-        encoded_bytes: of the whole merged fragment; no part is shorter than STRIPE_BYTES_MIN.
+    encoded_bytes: of the whole merged fragment; none is shorter than STRIPE_BYTES_MIN.
 
-    Returns:
-        In block order, over the same blocks; at most STRIPES_MAX more than there were.
+    Returns: in block order, over the same blocks; at most STRIPES_MAX more than there were.
     """
     blocks = sum(stripe.block_stop - stripe.block_start for stripe in stripes)
     shortest = max(1, -(-STRIPE_BYTES_MIN * blocks // encoded_bytes), -(-blocks // STRIPES_MAX))

@@ -100,24 +100,18 @@ def believed_tokens(contributions: Sequence[Contribution], ratio_max: float) -> 
 def weights(
     contributions: Sequence[Contribution], versions_missed: Sequence[int], clips: Clips, settings: RunSettings
 ) -> tuple[float, ...]:
-    """The weight of each contribution of a round, in their order.
+    """The weight of each contribution of a round, in their order; float32-exact, at least 0.
 
     The steps of a learner that missed versions count as far as it has carried them: `cycles(n) / (n + 1)`. A learner
     that was away (more steps than `carry_steps_limit`) weighs at most `weight_cap` times the median of the members that
     were not: its long trajectory went over ground that the others covered meanwhile. When all were away, the median is
     over all. (For an even number it is the mean of the middle two.)
 
-    Nobody has more than `weight_share_max` of the weight, if three or more members weigh something.
+    Nobody has more than `weight_share_max` of the weight, if three or more members weigh something. All that count are
+    equal to 1 if none has any weight, so that a round never divides by 0.
 
-    Args:
-        contributions: of one round; each covers at least one step.
-        versions_missed: per contribution, versions since its learner was last included, the new one not counted.
-        clips: from `core.merge.outliers.clips`; a contribution of which nothing counts weighs nothing.
-        settings: `weight_cap`, `carry_steps_limit`, `tokens_ratio_max` and `weight_share_max` are used.
-
-    Returns:
-        float32-exact, at least 0. All that count are equal to 1 if none has any weight, so that a round never divides
-        by 0.
+    versions_missed: per contribution, versions since its learner was last included, the new one not counted.
+    clips: from `core.merge.outliers.clips`; a contribution of which nothing counts weighs nothing.
     """
     counts = [any(row) for row in clips]
     tokens = believed_tokens(contributions, settings.tokens_ratio_max)
@@ -163,9 +157,7 @@ def share(weights: Sequence[float], versions_missed: Sequence[int]) -> float:
     1 when everybody was in the last round. With half of the learners in each round, every contribution holds a cycle
     and what was kept of another; taken whole, the model would move as if time ran faster than the learners train.
 
-    Args:
-        weights: one per contribution, from `weights`; not all 0.
-        versions_missed: as in `weights`.
+    Weights and missed versions are as of `weights`; not all weights are 0.
     """
     cycles_held = sum(weight_ * cycles(versions) for weight_, versions in zip(weights, versions_missed, strict=True))
     if cycles_held <= 0.0:
@@ -190,16 +182,10 @@ def refusal(contribution: Contribution, pieces: int) -> str:
 def coefficients(
     contributions: Sequence[Contribution], weights: Sequence[float], rules: Sequence[MergeRule], clips: Clips
 ) -> tuple[tuple[float, ...], ...]:
-    """Return the factors on each contribution's pieces before they are summed.
+    """Return the factors on each contribution's pieces before they are summed, sorted by learner: per contribution, per
+    piece; float32-exact, finite. 0 for a zero outer gradient under RDA.
 
-    Args:
-        contributions: at least one, sorted by learner (the order of the sum).
-        weights: one per contribution, from `weights`.
-        rules: one per piece of the fragment.
-        clips: the part of each contribution that counts, from `core.merge.outliers.clips`.
-
-    Returns:
-        Per contribution, per piece; float32-exact, finite. 0 for a zero outer gradient under RDA.
+    rules: one per piece of the fragment. weights, clips: per contribution.
 
     Raises PayloadCorrupt: a contribution's numbers can't be used (`refusal`).
     """
@@ -227,15 +213,10 @@ def factors(
     *,
     share: float,
 ) -> tuple[float, ...]:
-    """Return the factor on the decoded sum of each piece: `delta = factor * decode(payload)`.
+    """Return the factor on the decoded sum of each piece, float32-exact, finite, never negative: `delta = factor *
+    decode(payload)`.
 
-    Args:
-        contributions, weights, rules, clips: the same as for `coefficients`.
-        merged_squared_norms: per piece, sum of squares of the decoded merged payload (float64).
-        share: from `share`.
-
-    Returns:
-        Per piece; float32-exact, finite, never negative.
+    merged_squared_norms: per piece, sum of squares of the decoded merged payload (float64). Others as `coefficients`.
 
     Raises PayloadCorrupt: a norm is negative or not finite, or their number is wrong.
     """

@@ -64,10 +64,8 @@ def end_reason(
 ) -> str:
     """Why the run ends now; empty while it goes on. A single learner's claims about itself end no run.
 
-    Args:
-        steps: of each learner that counts (`RunProgress.learner_steps`). tokens: merged, mean over the fragments.
-        booked_tokens: tokens of each that the ledger has booked; asked only when enough are merged.
-        reason_ordered: an operator's or the scripts' reason, empty if there was no request.
+    steps: of each learner that counts (`RunProgress.learner_steps`). tokens: merged, mean over the fragments.
+    booked_tokens: of each, in the ledger; asked only when enough are merged. reason_ordered: empty without a request.
     """
     if reason_ordered:
         return reason_ordered

@@ -38,8 +38,7 @@ BallotAnswer = (
 class Answers:
     """Judges each answer before it files it: no region is believed on its word.
 
-    Args:
-        eligibility: learns of new incarnations. proposals: the queue for discards. rounds: open ones, by fragment.
+    eligibility: learns of new incarnations. proposals: the queue for discards. rounds: open ones, by fragment.
     """
 
     def __init__(

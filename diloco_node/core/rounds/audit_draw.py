@@ -24,10 +24,7 @@ def commitment_of(nonce: bytes) -> bytes:
 
 
 def drawer_of(announcement: BallotOpened, leader: str) -> str:
-    """Return the drawer of a ballot: the reducers take turns, members where there is none beside the leader.
-
-    Empty if the leader is alone.
-    """
+    """Return the drawer of a ballot: reducers take turns, else members beside the leader; empty if it is alone."""
     reducers = sorted({stripe.reducer for stripe in announcement.stripes} - {leader})
     names = reducers or sorted({*announcement.members} - {leader})
     return names[announcement.ballot.number % len(names)] if names else ""

@@ -28,11 +28,9 @@ LAPSES_TOLD: Final = 3
 
 
 class AuditPart:
-    """See the module.
+    """See the module. rounds: per fragment, as this region follows them.
 
-    Args:
-        rounds: per fragment, as this region follows them.
-        committed_digest: of the payload of a fragment and version; empty if it is not known here.
+    committed_digest: of the payload of a fragment and version; empty if it is not known here.
     """
 
     def __init__(
@@ -99,11 +97,7 @@ class AuditPart:
         return ballot.projection if ballot is not None and ballot.number == number else NO_PROJECTION
 
     def entry_fault(self, body: RoundBody, coefficients: tuple[tuple[float, ...], ...]) -> str:
-        """Return how an entry differs from what is known here of its round; empty if it does not.
-
-        Args:
-            coefficients: per member, per piece.
-        """
+        """Return how an entry differs from what is known here of its round; empty if it does not."""
         round_ = self._rounds[body.fragment]
         windows = self._windows(body.fragment, body.nonces, body.stripes)
         if fault := round_.entry_fault(body, coefficients, windows):

@@ -62,14 +62,9 @@ def ballot_deadline(
     """Decide when to give up on a ballot.
 
     Two steps of the slowest member, four round trips, and the time for the round's bytes at the measured rate. All
-    that times `MARGIN`, and doubled for each failed ballot of this round, three times at most.
-
-    Args:
-        minimum_ns: never less than this. attempt: 0 for the first ballot of the round.
-        step_time_ns: slowest member's; 0 if unknown.
-        rtt_ns: largest round-trip time among members and reducers; 0 if unknown.
-        transfer_bytes: what the busiest region sends in this round.
-        rate_bytes_per_s: measured in earlier rounds; 0 if unknown.
+    that times `MARGIN`, and doubled for each failed ballot of this round, three times at most; never less than
+    `minimum_ns`. Step time, round trip and rate are 0 if unknown. attempt: 0 for the first ballot of the round.
+    transfer_bytes: what the busiest region sends in this round.
     """
     rate = rate_bytes_per_s or RATE_UNKNOWN_BYTES_PER_S
     transfer_ns = transfer_bytes * NS_PER_S // rate
@@ -152,12 +147,11 @@ class BallotClock:
         return max(PROBE_HEARTBEATS * self._context.settings.heartbeat_ns, PROBE_MARGIN * usual_ns)
 
     def probe_deadline(self, fragment: int, usual: Deadline, failed_probes: int) -> Deadline:
-        """Return the short deadline of a ballot that tries a suspect, so that it costs the others little.
+        """Return the short deadline of a ballot that tries a suspect, so that it costs the others little; `usual` at
+        most.
 
-        Args:
-            usual: the deadline for such members without suspects; an upper limit.
-            failed_probes: of this region, one after the other. The deadline doubles with every second of them, so a
-                region that is slow and not broken gets there in the end.
+        failed_probes: of this region, one after the other. The deadline doubles with every second of them, so a region
+        that is slow and not broken gets there in the end.
         """
         duration_ns = min(usual.duration_ns, self.patience_ns(fragment) << failed_probes // 2)
         return Deadline(duration_ns, f"{duration_ns / NS_PER_S:.3g} s to try who is in doubt, of {usual.derivation}")
@@ -172,11 +166,9 @@ class BallotClock:
 
 @dataclass(frozen=True, slots=True)
 class NextBallot:
-    """The plan for the next ballot.
+    """The plan for the next ballot. contributions: those that are here already; they keep their names.
 
-    Attributes:
-        contributions: those that are here already, by learner; they keep their incarnation and snapshot.
-        reused: stripes of theirs that have arrived and stay where they are.
+    reused: stripes of theirs that have arrived and stay where they are.
     """
 
     members: tuple[str, ...]
@@ -198,11 +190,8 @@ def plan_next(
     After a missed deadline: those whose contribution has arrived at all remaining reducers. After a loss: every
     reachable member that still has a contribution. If nobody remains: all that could contribute to a fresh round.
 
-    Args:
-        round_: the round with the failed ballot. stripes: of the next ballot.
-        usable: contributions of the failed ballot that may still be merged.
-        able: learners that could contribute to a fresh round, sorted. reachable: regions that the leader can talk to.
-        is_late: the deadline was missed; else somebody was lost.
+    stripes: of the next ballot. usable: contributions of the failed ballot that may still be merged.
+    able: learners that could contribute to a fresh round, sorted. is_late: the deadline was missed; else a loss.
     """
     places = {stripe: index for index, stripe in enumerate(stripes)}
     cuts = [(old, places[stripe]) for old, stripe in enumerate(round_.stripes) if stripe in places]

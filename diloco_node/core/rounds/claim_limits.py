@@ -42,10 +42,8 @@ def claim_fault(
 ) -> str:
     """Return why the numbers in another region's contribution can't be true; empty if they can.
 
-    Args:
-        contribution: of another region; its steps are at least one. report: the last one of its learner.
-        reports: the last ones of all live learners, with or without that one.
-        incarnation_known: the newest in the ledger, -1 if there is none.
+    report: the last one of its learner. reports: those of all live learners, with or without that one.
+    incarnation_known: the newest in the ledger, -1 if there is none.
     """
     if not is_plausible_incarnation(contribution.incarnation, incarnation_known):
         return f"incarnation {contribution.incarnation}, the ledger knows {incarnation_known}"
@@ -69,12 +67,9 @@ def discard_claim_fault(body: DiscardedBody, *, incarnation_known: int) -> str:
 
 
 def discard_contradiction(body: DiscardedBody, report: LearnerStatus | None) -> str:
-    """Return what a learner's report says against its steps being lost; empty if nothing.
+    """Return what a learner's last report, if there is one, says against its steps being lost; empty if nothing.
 
     Nobody knows here how far earlier lives came.
-
-    Args:
-        report: the last one; None: there is no learner.
     """
     if report is None or body.incarnation < report.incarnation:
         return ""

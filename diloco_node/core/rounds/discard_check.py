@@ -26,11 +26,9 @@ from diloco_node.core.types import DiscardedBody, EntryBody
 
 
 class DiscardCheck:
-    """See the module.
+    """See the module. lives: of the own learner, the steps of each life that has ended.
 
-    Args:
-        lives: of the own learner, the steps of each life that has ended.
-        leader: whose entries are asked about; empty while there is none.
+    leader: whose entries are asked about; empty while there is none.
     """
 
     def __init__(self, context: RoundContext, lives: Mapping[int, int], leader: Callable[[], str]) -> None:
@@ -122,11 +120,7 @@ class DiscardCheck:
         return position.included_step >= body.step_to and position.included_tokens - tokens >= body.tokens
 
     def fault(self, body: EntryBody, *, is_late: bool, now_ns: int) -> str:
-        """Return the doubt if what the region tells is newer than the entry.
-
-        Args:
-            is_late: the entry has waited for so long that whatever came meanwhile is newer.
-        """
+        """Return the doubt if what the region tells is newer than the entry, as all is once the entry is late."""
         doubt = self.doubt(body, now_ns=now_ns)
         if not doubt or not isinstance(body, DiscardedBody):
             return ""

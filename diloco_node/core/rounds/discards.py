@@ -22,10 +22,7 @@ DEATHS_AT_ONCE: Final = 2
 
 class DiscardReporter:
     """Finds the lost steps of this region's learner: those of dead incarnations, and those that a living one threw
-    away.
-
-    A living learner throws steps away under `overwrite`, and after an absence so long that they were not worth
-    carrying.
+    away, under `overwrite` or after an absence so long that they were not worth carrying.
 
     Attributes:
         ended: steps of each life that has ended.

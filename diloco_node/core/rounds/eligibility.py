@@ -71,10 +71,8 @@ def assess_reachability(
     If two regions do not reach each other, neither reduces, so that both stay members: full membership is worth more
     than one more reducer.
 
-    Args:
-        leader: the asking region. regions: all, in any order.
-        exclude: regions that must not reduce, unless nobody else is left.
-        left_out: learners that are not asked, with the reason, unless nobody else is left.
+    exclude: regions that must not reduce. left_out: learners that are not asked, with the reason. Both hold unless
+    nobody else is left.
     """
     reachable = tuple(
         sorted(name for name in regions if liveness.reach_each_other(leader, name, now_ns=now_ns) or name == leader)
@@ -101,11 +99,7 @@ def assess_reachability(
 
 
 def stall_reason(region: str, liveness: Liveness, step_times_ns: Sequence[int], *, now_ns: int) -> str:
-    """Return why a region's learner is not waited for; empty if it steps.
-
-    Args:
-        step_times_ns: of all learners, as they report.
-    """
+    """Return why a region's learner is not waited for; empty if it steps. step_times_ns: of all learners."""
     status = liveness.learner(region)
     if status is None:
         return "no learner"
@@ -213,11 +207,8 @@ class Eligibility:
         return self._incarnations.get(learner, 0)
 
     def reachability(self, *, now_ns: int, exclude: Collection[str] = (), probe: str = "") -> Reachability:
-        """Assess the regions, without suspended ones and without reducers that are behind or leave.
-
-        Args:
-            probe: the region that is tried again, if its pause is over.
-        """
+        """Assess the regions, without suspended ones, the probed one aside, and without reducers that are behind or
+        leave."""
         reducers = self._book.suspensions(BallotPart.REDUCER, probe=probe, now_ns=now_ns)
         behind = (name for name in self._context.regions if self.is_behind(name, now_ns=now_ns))
         leavers = (name for name in self._liveness.others if self._liveness.has_left(name))
@@ -233,10 +224,8 @@ class Eligibility:
     def members(
         self, fragment: int, reachability: Reachability, *, now_ns: int, rejections: Mapping[str, str] | None = None
     ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-        """Find the learners that can contribute to the next round of a fragment.
-
-        Args:
-            rejections: learners that may not, each with the reason.
+        """Find the learners that can contribute to the next round of a fragment; `rejections` may not, with the
+        reasons.
 
         Returns: members, sorted; and the learners that step but can't join, with reasons.
         """

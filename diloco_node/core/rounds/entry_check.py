@@ -146,13 +146,10 @@ def _with(values: tuple[T, ...], fragment: int, value: T) -> tuple[T, ...]:
 
 
 class EntryCheck:
-    """Follows the log (`core.ledger.entry_gate.Meaning`).
+    """Follows the log (`core.ledger.entry_gate.Meaning`). run: the facts that all regions must agree on.
 
-    Args:
-        run: the facts that all regions must agree on.
-        manifest: of the model. settings: of the run.
-        witness: what this region itself did or got in a round otherwise than its entry says, by the coefficients of
-            the members' pieces; empty if nothing.
+    witness: what this region itself did or got in a round otherwise than its entry says, by the coefficients of the
+    members' pieces; empty if nothing.
 
     Attributes:
         roster_fault: why the run's authority has not signed a roster; empty if it has. Entries on this region's disk
@@ -250,11 +247,8 @@ class EntryCheck:
         return rule(body, entry)
 
     def doubt(self, entry: Entry) -> str:
-        """Return how the numbers of an entry differ from those that follow from the ledger; empty if they do not.
-
-        Args:
-            entry: the next one, in which `fault` finds nothing.
-        """
+        """How the numbers of an entry, in which `fault` finds nothing, differ from what the ledger gives;
+        empty if not."""
         body = entry.body
         if isinstance(body, ExtendedBody):
             own = ExtendedBody(self._settings.steps_max, self._settings.tokens_max)

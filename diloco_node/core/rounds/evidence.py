@@ -22,11 +22,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Culprits:
-    """Regions that explain a set of pairs, each with its sorted counterparts.
-
-    Attributes:
-        unexplained: pairs that no region explains.
-    """
+    """Regions that explain a set of pairs, each with its sorted counterparts; and the pairs that none explains."""
 
     givers: dict[str, list[str]]
     takers: dict[str, list[str]]
@@ -36,8 +32,7 @@ class Culprits:
 def find_culprits(pairs: Collection[Pair], givers: Collection[str], takers: Collection[str]) -> Culprits:
     """Blame the region with most of the remaining pairs, one after the other; takers before givers.
 
-    Args:
-        givers, takers: all that could be in a pair. No region gives to itself.
+    givers, takers: all that could be in a pair. No region gives to itself.
     """
     pairs_left, culprits = set(pairs), Culprits({}, {}, frozenset())
     while pairs_left:
@@ -59,11 +54,9 @@ def find_culprits(pairs: Collection[Pair], givers: Collection[str], takers: Coll
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Findings about one failed ballot.
+    """Findings about one failed ballot: blames, sorted by region.
 
-    Attributes:
-        blames: sorted by region.
-        cut_off: regions that merged stripes of most reducers do not reach: the fault is theirs.
+    cut_off: regions that merged stripes of most reducers do not reach: the fault is theirs.
     """
 
     blames: tuple[Blame, ...] = ()
@@ -146,8 +139,7 @@ def _late_payload(round_: OpenRound, regions: int) -> Findings:
 def dispute_reducers(round_: OpenRound, regions: int) -> tuple[Blame, ...]:
     """Blame reducers that told the leader another digest than most of the other regions received.
 
-    Args:
-        regions: number of the run's. Between two nobody can say who is wrong.
+    Between two regions nobody can say who is wrong.
     """
     blames = (_disputed(round_, reducer, regions - 1) for reducer in round_.reducers)
     return tuple(blame for blame in blames if blame is not None) if regions > 2 else ()
@@ -172,11 +164,7 @@ def blame_sums(
     """Blame reducers whose merged stripe can't be the sum: it is too long, or has other norms than they report.
 
     Nobody is asked: the bytes are here, with the digest that the reducer told, and every region decodes them alike.
-
-    Args:
-        round_: with the reports of all its reducers. Each stripe is looked at once.
-        stripes: (digest, squared norms per piece) of the merged stripes that came here, by stripe.
-        recent: the rounds of the fragment before.
+    stripes: (digest, squared norms per piece) of the merged stripes that came here; each is looked at once.
     """
     assert round_.decision is not None
     blames = {}
@@ -199,8 +187,7 @@ def blame_sums(
 def differing_norms(before: QuestionedBallot, round_: OpenRound) -> set[Pair]:
     """Find pairs (member, reducer) where the reducer's norms differ from the leader's own over the same blocks.
 
-    Args:
-        before: the ballot in question. round_: its next ballot, in which the leader reduced the same stripes alone.
+    before: the ballot in question. round_: its next ballot, in which the leader reduced the same stripes alone.
     """
     assert round_.decision is not None
     places = {contribution: place for place, contribution in enumerate(round_.decision.contributions)}
@@ -218,10 +205,7 @@ def blame_norms(pairs: Collection[Pair], disputes: Mapping[str, Collection[str]]
     """Blame the region of each pair that is in more pairs: its word about norms is wrong.
 
     A member may have sent other bytes to one reducer than to the leader. So a single pair costs the reducer its stripes
-    at first. It costs the member its place if that one was in such a pair with another reducer before.
-
-    Args:
-        disputes: per member, reducers with which it was in a single pair.
+    at first. It costs the member its place if that one was in such a pair (`disputes`) with another reducer before.
     """
     blames = {}
     for member, reducer in sorted(pairs):

@@ -145,11 +145,7 @@ class FollowedRound:
     def entry_fault(
         self, body: RoundBody, coefficients: tuple[tuple[float, ...], ...], windows: tuple[Window, ...]
     ) -> str:
-        """Return how an entry differs from what this region contributed, told and got; empty if it does not.
-
-        Args:
-            coefficients: per member, per piece. windows: of the entry's payload.
-        """
+        """Return how an entry differs from what this region contributed, told and got; empty if it does not."""
         if self.version != body.version:
             return ""
         is_followed = self.ballot is not None and self.ballot.number == body.ballot

@@ -231,9 +231,7 @@ class RoundHistory:
     def contribution_fault(self, contribution: Contribution, *, version: int, incarnation_min: int) -> str:
         """Return why a contribution may not be merged into `version`; empty if it may. No step may count twice.
 
-        Args:
-            contribution: the learner's offer. version: the new version of the round.
-            incarnation_min: older incarnations of the learner are over, and their steps are booked as discarded.
+        incarnation_min: older incarnations of the learner are over, and their steps are booked as discarded.
         """
         if contribution.incarnation < max(incarnation_min, self.account.newest_incarnation(contribution.learner)):
             return f"incarnation {contribution.incarnation} of {contribution.learner} is over"
@@ -248,11 +246,7 @@ class RoundHistory:
         return self.account.fault(body)
 
     def shards(self, run_id: str, region: str, incarnation: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """Return how often the members have changed, a region's shards of the data, and where its learner begins.
-
-        Args:
-            run_id: of the run, which may have no genesis yet. incarnation: of the learner.
-        """
+        """Return how often the members have changed, a region's shards of the data, and where its learner begins."""
         own = region_shards(run_id, region, self.roster.names)
         return self.roster.changes, own, self.account.shards.starts(region, incarnation, own)
 

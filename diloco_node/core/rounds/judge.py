@@ -60,11 +60,8 @@ class Judge:
     def judge_sums(
         self, round_: OpenRound, stripes: Mapping[int, tuple[bytes, tuple[float, ...]]], *, now_ns: int
     ) -> str:
-        """Blame reducers whose merged stripes can't be the sum. Return why, in words; empty if all can.
-
-        Args:
-            stripes: (digest, squared norms per piece) of the merged stripes that came here, by stripe.
-        """
+        """Blame reducers whose merged stripes (`blame_sums`) can't be the sum. Return why, in words; empty
+        if all can."""
         blames = blame_sums(round_, stripes, self._history.settings, self._history.recent[round_.fragment])
         self.blame_all(round_, blames, now_ns=now_ns)
         return _listed(blames)

@@ -142,11 +142,7 @@ class SuspicionBook:
             self._suspects[predecessor, role] = _Suspect(HANDED_OVER, failures=FAILURES_MAX, level=1, until_ns=until_ns)
 
     def suspensions(self, role: BallotPart, *, probe: str = "", now_ns: int) -> dict[str, str]:
-        """Return the suspended regions of a role, each with the reason.
-
-        Args:
-            probe: a region that is tried now, if its pause is over.
-        """
+        """Return the suspended regions of a role, each with the reason, but a probe whose pause is over."""
         return {
             name: suspect.reason
             for (name, suspect_role), suspect in sorted(self._suspects.items())
