@@ -65,14 +65,15 @@ class Node:
         parameters: the model and its momentum. core: decides.
         learner: the own one, as the core's effects see it. reception: takes its messages.
         transport: links to the other regions. effects: carry out what the core orders.
-        measure: measures links, for an operator. status: what the region shows. settings: of the run, for people.
+        measure: measures links, for an operator. status: what the region shows, of these and of `facts`.
+        settings: of the run, for people. budget_watch: says when the budget is too small.
         witness: of the run, if it has one.
     """
 
     def __init__(self, runtime: NodeRuntime, manifest: Manifest, recovery: Recovered) -> None:
         spec, threads, now_ns, spawn = runtime.spec, runtime.threads, runtime.now_ns, runtime.spawn
         note = runtime.notes.add
-        self._runtime = runtime
+        self.runtime = runtime
         self._spec = spec
         self.parameters = Parameters(
             manifest,
@@ -133,7 +134,7 @@ class Node:
             messages_per_s=self._messages_per_s(),
             show_run=self._shown_run,
         )
-        self._measuring = Measuring(
+        self.measuring = Measuring(
             region=spec.region,
             peers=tuple(self.transport.addresses),
             transport=self.transport,
@@ -142,7 +143,7 @@ class Node:
             now_ns=now_ns,
         )
         self._measure_command = MeasureCommand(
-            spec.region, self._measuring.peers, lambda _: self._measuring.own_links(), self._limit_to
+            spec.region, self.measuring.peers, lambda _: self.measuring.own_links(), self._limit_to
         )
         self.measure = self._measure_command.run
         self.witness = WitnessLink(
@@ -172,7 +173,7 @@ class Node:
         )
         self.witness.fetcher = self.effects.fetcher
         refusals = self.effects.disk.refusals
-        self._facts = RunFacts(
+        self.facts = RunFacts(
             self.core,
             spec,
             certificate=self.transport.credentials.document,
@@ -180,8 +181,8 @@ class Node:
             refusals=lambda: refusals,
             now_ns=now_ns,
         )
-        self._pump = Pump(self.core, self.effects.perform, now_ns, on_fault=runtime.end, observe=self._observe)
-        self._budget_watch = BudgetWatch(manifest, spec.settings)
+        self.pump = Pump(self.core, self.effects.perform, now_ns, on_fault=runtime.end, observe=self._observe)
+        self.budget_watch = BudgetWatch(manifest, spec.settings)
         self._presence = Presence()
         self.settings = SettingsWatch(spec, note)
         # The log has the genesis of a run; never taken back.
@@ -195,66 +196,53 @@ class Node:
         self._is_lingering = False
         self._follow_rosters()
         self._follow_settings()
-        self.status = NodeStatus(
-            runtime=runtime,
-            manifest=manifest,
-            core=self.core,
-            learner=self.learner,
-            reception=self.reception,
-            transport=self.transport,
-            measuring=self._measuring,
-            effects=self.effects,
-            facts=self._facts,
-            pump=self._pump,
-            budget_watch=self._budget_watch,
-            witness=self.witness,
-        )
+        self.status = NodeStatus(self)
 
     async def start(self) -> None:
         """Bind the port between regions and start the core's clockwork. Raises BindError, IdentityError,
         StorageError."""
         await self.transport.start()
-        self._pump.start()
+        self.pump.start()
         for wish in self._end_wishes.of_last_life():
             self._post(wish)
         self._post_limits()
-        self._runtime.spawn(self._watch_budget(), "budget watch")
-        self._runtime.spawn(self._keep_counters(), "counters")
+        self.runtime.spawn(self._watch_budget(), "budget watch")
+        self.runtime.spawn(self._keep_counters(), "counters")
 
     async def drain(self) -> None:
         """Tell the others that this region stops, and hand leadership over: they get a moment to elect one of them."""
-        for effect in self.core.hand_over(now_ns=self._runtime.now_ns()):
+        for effect in self.core.hand_over(now_ns=self.runtime.now_ns()):
             self.effects.perform(effect)
-        if self.core.liveness.alive(now_ns=self._runtime.now_ns()):
+        if self.core.liveness.alive(now_ns=self.runtime.now_ns()):
             await asyncio.sleep(END_POLL_S)  # the heartbeat that says so must have left before the links go
         polls = round(DRAIN_S / END_POLL_S)
-        while polls and self.core.ledger.is_leader and self.core.liveness.alive(now_ns=self._runtime.now_ns()):
+        while polls and self.core.ledger.is_leader and self.core.liveness.alive(now_ns=self.runtime.now_ns()):
             polls -= 1
             await asyncio.sleep(END_POLL_S)
 
     async def stop(self) -> None:
         """Close the links, drop the timer."""
-        self._pump.close()
+        self.pump.close()
         self.witness.close()
         await self.transport.stop()
         with contextlib.suppress(StorageError):  # the memory outlives this daemon, if not its supervisor
-            await in_thread(self._runtime.threads.disk, read_trained, self._spec.state_dir, self.learner.counters)
+            await in_thread(self.runtime.threads.disk, read_trained, self._spec.state_dir, self.learner.counters)
         self.learner.close()
 
     def _post(self, event: ev.Event) -> None:
         self._end_wishes.note(event)
-        self._pump.post(event)
+        self.pump.post(event)
         self.transport.expel(self.core.history.expelled)
         self.transport.credentials.revocations = self.core.history.revocations
         self._follow_settings()
         self.reception.core_changed()
         if not self._is_lingering and (isinstance(event, ev.FinalWritten) or self.core.farewell.reason):
             self._is_lingering = True
-            self._runtime.spawn(self._leave() if self.core.farewell.reason else self._linger(), "linger")
+            self.runtime.spawn(self._leave() if self.core.farewell.reason else self._linger(), "linger")
 
     def _observe(self, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
         self._follow_rosters()  # before the effects, which may be messages to a region that was just added
-        self._facts.observe(event, effects)
+        self.facts.observe(event, effects)
 
     def _follow_settings(self) -> None:
         if not self._has_begun and self.core.ledger.disks.has_view:
@@ -263,7 +251,7 @@ class Node:
         settings = self.core.history.settings
         # Before the last entry on disk is committed, its settings may not hold yet.
         if self.core.ledger.has_caught_up and not self.core.is_replaying and self.settings.look(settings):
-            self._budget_watch.follow(settings)
+            self.budget_watch.follow(settings)
             self._rosters = ()
             self._follow_rosters()
 
@@ -277,7 +265,7 @@ class Node:
         members = {name for roster in rosters for name in roster.names}
         self.transport.follow(addresses, addresses.keys() - members, messages_per_s=self._messages_per_s())
         self._measure_command.peers = tuple(self.transport.addresses)
-        self._measuring.follow(self._measure_command.peers)
+        self.measuring.follow(self._measure_command.peers)
 
     def _members(self) -> tuple[Roster, ...]:
         """The rosters that say who is linked with: as committed, by the log, and a newer one that a peer has shown."""
@@ -308,10 +296,10 @@ class Node:
         reason = self.core.farewell.reason
         console_line(self._spec.region, f"{reason}: it ends, with exit code 0")
         if self.learner.status is None:
-            self._runtime.learner_server.refuse(reason, is_final=True)
+            self.runtime.learner_server.refuse(reason, is_final=True)
         # What was acknowledged last must have left before the links go.
         await asyncio.sleep(2 * self._spec.settings.heartbeat_ns / NS_PER_S)
-        self._runtime.end(None)
+        self.runtime.end(None)
 
     def _post_limits(self) -> None:
         """Have the core tell the others what this region may send and receive: stripes are cut by that."""
@@ -326,14 +314,14 @@ class Node:
             await asyncio.sleep(BUDGET_POLL_S)
             self._post_limits()
             self.reception.compare_models(self.transport.other_models)
-            self._facts.mark()
-            await in_thread(self._runtime.threads.background, self._facts.look)
-            look = partial(self._budget_watch.look, late_ns=self.core.liveness.late_ns)
+            self.facts.mark()
+            await in_thread(self.runtime.threads.background, self.facts.look)
+            look = partial(self.budget_watch.look, late_ns=self.core.liveness.late_ns)
             budget = self.transport.budget_status()
-            note = await in_thread(self._runtime.threads.background, look, self.core.view(), budget)
+            note = await in_thread(self.runtime.threads.background, look, self.core.view(), budget)
             shut_out = [peer for peer in self.transport.addresses if self.transport.quarantine_reason(peer)]
             for news in (*([] if note is None else [note]), *self._presence.look(self.core.view().peers, shut_out)):
-                self._runtime.notes.add(news)
+                self.runtime.notes.add(news)
 
     async def _linger(self) -> None:
         """Stay until the learner has said its last figures and no other region needs this one."""
@@ -348,7 +336,7 @@ class Node:
             await asyncio.sleep(END_POLL_S)
         # The last heartbeat that says so must have left before the links go.
         await asyncio.sleep(2 * self._spec.settings.heartbeat_ns / NS_PER_S)
-        self._runtime.end(None)
+        self.runtime.end(None)
 
     def control_arrived(self, peer: str, message: Message) -> None:
         """See TransportHandler."""
@@ -433,10 +421,10 @@ class Node:
 
     async def renew_identity(self) -> None:
         """Read this region's certificate again, and make the links again with it if it is another one."""
-        spec, note, current = self._spec, self._runtime.notes.add, self.transport.credentials.identity
+        spec, note, current = self._spec, self.runtime.notes.add, self.transport.credentials.identity
         load = partial(load_identity, spec.identity_dir, region=spec.region, run_id=spec.run_id)
         try:
-            identity = await in_thread(self._runtime.threads.files, load)
+            identity = await in_thread(self.runtime.threads.files, load)
         except IdentityError as error:
             note(Note("peer", f"SIGHUP: {spec.region} keeps the certificate that it has: {error}", is_alarm=True))
             return
@@ -449,7 +437,7 @@ class Node:
             note(Note("peer", f"the link to {peer} goes on with the certificate before: {reason}", is_alarm=True))
 
     def _order(self, order: EntryOrdered) -> None:
-        if fault := self.core.replacement.order_fault(order, self.core.liveness, now_ns=self._runtime.now_ns()):
+        if fault := self.core.replacement.order_fault(order, self.core.liveness, now_ns=self.runtime.now_ns()):
             raise ConfigError(fault)
         self._post(order)
 
