@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco_node.core.membership import settings_change
+from diloco_node.core.membership import replacement
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.region import RegionCore
 from diloco_node.core.settings_body import SettingsBody
@@ -184,7 +184,7 @@ def test_an_order_is_dropped_when_a_merge_that_was_decided_does_not_end(patch: p
     small.go(5)
     core = core_of(small, small.leader())
     change = core.replacement._settings
-    patch.setattr(settings_change, "HOLD_NS", 2 * SECOND)
+    patch.setattr(replacement, "HOLD_NS", 2 * SECOND)
     patch.setattr(type(core.leader), "hold_merges", lambda *_, **__: False)
     while not (decided := [r for r in core.leader.rounds.values() if r.decision is not None]):
         small.go(0.02)
