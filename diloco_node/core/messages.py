@@ -116,10 +116,8 @@ class Heartbeat:
 
     Attributes:
         sequence: grows by one with each heartbeat of one daemon process.
-        echo: the highest sequence received from the receiver, and
-        echo_delay_ns: how long ago that was, from which the receiver computes the round-trip time.
-        hears: regions whose heartbeats arrive here, sorted.
-        learner: None while no learner is attached (or the region is a witness).
+        echo, echo_delay_ns: the highest sequence received from the receiver, and how long ago: for the round-trip time.
+        hears: regions whose heartbeats arrive here, sorted. learner: None while none is attached.
         applied_index: the last ledger entry this region has applied.
         digests: of fragments that changed version since the last heartbeats (a few, repeated for some time).
         budget: this region's ceilings now; the leader cuts stripes by them.

@@ -390,26 +390,20 @@ class RunSettings:
         fragments: P. sync_every: H, inner steps between two rounds of one fragment. overlap_steps: tau.
         quorum_min: learners due before the grace window starts; 0 means a majority of the live ones.
         grace_gamma: part of the slack that the grace window may use.
-        rounds_in_flight_max: rounds (on different fragments) open at once.
         outer_lr, outer_momentum: outer SGD with Nesterov momentum, 0 is plain SGD (`config.resolve.default_outer`).
         merge: rule for tensors that are not embeddings or head (those are always averaged).
         codec_up: of contributions. codec_down: of merged stripes.
         carry, carry_steps_max: see CarryMode and `core.merge.carry`; beyond carry_steps_max lambda discounts (0: 4 H).
-        weight_cap: a member that was away weighs at most this times the round's median weight.
-        weight_share_max: of three or more members nobody has more than this part of a round's weight.
-        tokens_ratio_max: tokens per step beyond this times the median of the others count as that median.
+        weight_cap, weight_share_max, tokens_ratio_max: see `core.merge.weights`.
         error_feedback: reducers keep the quantisation residual of the merged stripe for the next round.
         tokens_max, steps_max: end of the run by merged tokens of all regions, or by the steps of the median learner
             (`core.rounds.progress`); 0 means no end.
-        heartbeat_ns, election_timeout_ns: the ledger's clockwork; the election timeout is drawn from
-            [1, 2] x election_timeout_ns.
-        ballot_deadline_min_ns: no ballot is given less time than this.
+        election_timeout_ns: drawn from 1 to 2 times this.
         payload_versions: payloads kept beyond the last checkpoint of their fragment.
-        checkpoint_versions: a region writes a fragment's state to disk every so many versions, and the ledger gets its
-            digest.
-        summary_entries: the ledger is summed up every so many entries, and keeps at least so many behind the last sum.
-            With 24 fragments 1,024 entries are some 40 versions of each and about 1 MB: a region that was away for some
-            minutes gets the entries, and the log is a few MB whatever the age of the run.
+        checkpoint_versions: between two states of a fragment on a region's disk, whose digests the ledger gets.
+        summary_entries: between two sums of the ledger, which keeps at least so many behind the last one. With 24
+            fragments 1,024 entries are some 40 versions of each and about 1 MB, enough for a region that was away for
+            some minutes.
     """
 
     fragments: int = 24

@@ -42,15 +42,10 @@ class RoundView:
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """Another region.
+    """Another region. is_alive: its heartbeats arrive. hears: whom it says it hears.
 
-    Attributes:
-        is_alive: its heartbeats arrive.
-        rtt_ns: round-trip time of the control lane; 0 if unknown.
-        hears: whom it says it hears.
-        learner: its learner's last report; None without a learner.
-        applied_index: the last ledger entry it says it has applied.
-        has_left: it told that it was about to stop.
+    rtt_ns: round-trip time of the control lane; 0 if unknown. learner: its last report; None without a learner.
+    applied_index: the last ledger entry it says it has applied. has_left: it told that it was about to stop.
     """
 
     region: str
@@ -78,21 +73,18 @@ class ParticipationView:
 
 @dataclass(frozen=True, slots=True)
 class RegionView:
-    """Everything at one moment.
+    """Everything at one moment; versions, rounds and entries as in their names.
 
     Attributes:
-        role, term, leader, ledger_reason: of the ledger; leader is empty if unknown.
-        last_index, commit_index, applied_index: entries in the log, committed, applied here.
+        leader: empty if unknown. learner: this region's.
         committed_versions: per fragment, by the ledger. versions: per fragment, applied here; -1: none yet.
         digests: per fragment (version, first bytes of the digest) of the last one computed here.
-        learner: this region's learner.
         waiting: why no (further) round is open, or what this region waits for; in words.
         fetching: (fragment, version, peer).
         rounds_committed, tokens_merged: since genesis; tokens are the mean over the fragments.
-        digest_differences: alarms about unequal bytes at equal versions; must be 0.
-        contradictions: (peer, reason) of what can't be in Raft beside this ledger; must be empty.
-        wrong_leaders: (peer, reason) of each whose entries were refused; must be empty.
-        overbooked: steps that the ledger has as lost and that this region's learner never made; must be empty.
+        digest_differences: alarms about unequal bytes at equal versions. contradictions: of peers, to Raft.
+        wrong_leaders: (peer, reason) of each whose entries were refused. overbooked: steps that the ledger has as lost
+            and that this region's learner never made. All four must be 0 or empty.
         is_ending: last rounds are being held. finished: the reason, once the run's end is committed, else empty.
         is_final: every fragment is at its final version and written.
         left_out: whom the leader leaves out of its ballots for a while, in which part, and why.

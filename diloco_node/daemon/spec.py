@@ -22,29 +22,20 @@ class NodeSpec:
     """Everything a daemon needs to know.
 
     Attributes:
-        region: this region.
         run_id: the run's name, in every certificate.
         regions: that found the run, sorted; without this one, if it was added later: those that it knows.
         listen_host, listen_port: where the port between regions is bound.
         peers: address "host:port" of each other region, None where it can't be dialled.
         address: of this region, where the others dial it; None: it dials them, at once instead of being dialled.
-        state_dir: ledger, payloads, states, logs, final.safetensors.
-        identity_dir: folder with ca.pem and this region's node.pem and node.key.
-        admin_port: on loopback; 0 picks a free one (written to state_dir/admin.port).
-        budget: bandwidth. config_file: run.toml, read again for the budget at SIGHUP; None: there is none.
-        admin_host: another address to bind for it; 127.0.0.1: none.
-        learner_socket: Unix socket that the learner dials.
-        supervisor_socket: Unix socket that hands out the memory areas.
-        settings: of the run.
+        admin_port: on loopback; 0 picks a free one (it is in state_dir/admin.port). admin_host: another address for it.
+        config_file: run.toml, read again for the budget at SIGHUP; None: there is none.
         settings_digest: hex; must be equal on all regions. founding_digest: see `NodeConfig.founding_digest`.
         shared_settings: what the digests are of, as run.toml has it: "rounds.sync_every=24" each.
         joiner_settings: that a region which joins the run takes over, in the same way.
         init: a safetensors file with Theta_0, or None: the first leader's learner decides.
         seed: of everything random in the daemon (election timeouts, back-off).
         settings_shown: (key, value, where it was set) of all settings, for people.
-        payload_archive: the folder keeps what `replay` needs.
-        log_level, log_format: of its log, as `logs.set_up_logs` takes them.
-        history_every_s: between two rows of the run history.
+        payload_archive: the folder keeps what `replay` needs. history_every_s: between two rows of the run history.
         is_serving: the run is finished here; the region is there for others until all have its end.
         joined: changes of the members when this region joined the run; 0: it founded it.
     """

@@ -26,9 +26,7 @@ class PeerStatus:
         address: where we would dial, None if only the peer can. since_s: seconds in this state.
         error: why there is no session, or why the last one ended; empty when nothing went wrong yet.
         control_dropped: control messages that found no link, or a full queue.
-        connections: that carry bulk now; 0 while there is no session.
-        congestion: by what the peer's sockets go, if it has sent that.
-        certificate: by which the peer is linked now; None while it is not.
+        congestion, certificate: the peer's, as far as it has sent them. connections: that carry bulk now.
         is_renewed: whether our side of the link is by the newest certificate that we have.
     """
 

@@ -79,9 +79,8 @@ class LinkEnvironment:
     Attributes:
         hello: ours, apart from lane, dial and connection; another one once the run has begun.
         is_advertised: the others know where to dial us.
-        credentials: our identity, and the certificates that are good.
         meter: counts wire bytes; read once more just before the streams of a session are closed.
-        pacer: the bandwidth budget. connections: how many bulk connections the link to a peer is worth now.
+        connections: how many bulk connections the link to a peer is worth now.
         reject: called with (peer, error) for what is the peer's fault: counts it and logs it.
         superseded: called with (peer, error) when a peer has refused us for a while because a newer process of ours is
             linked with it, and with (peer, None) when a link to it is up again.

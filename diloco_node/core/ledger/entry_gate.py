@@ -22,31 +22,24 @@ class Meaning(Protocol):
     @property
     def index(self) -> int:
         """The last entry that was taken."""
-        ...
 
     def fault(self, entry: Entry) -> str:
         """Return why the entry can't be the next one; empty if it can."""
-        ...
 
     def doubt(self, entry: Entry) -> str:
         """Return why the leader of the entry's term made it wrongly; empty if it did not. Asked after `fault`."""
-        ...
 
     def take(self, entry: Entry) -> None:
         """Take the entry as the next one."""
-        ...
 
     def back_to(self, index: int) -> None:
         """Take back the entries after this index, none of which is settled: they are not in the log any more."""
-        ...
 
     def settle(self, index: int) -> None:
         """Keep the entries up to this index for ever."""
-        ...
 
     def begin(self, base: LedgerBase) -> None:
         """Begin with a base, as the log does, and forget everything before."""
-        ...
 
 
 def _first_fault(

@@ -72,14 +72,10 @@ class Snapshots:
 class RoundHistory:
     """The committed past, as far as rounds need it. Fed with committed entries in order.
 
-    Args:
-        founders: the regions that begin the run. settings: that this region was started with.
-
     Attributes:
-        settings: in force: where the ledger holds them, its own.
+        settings: in force: where the ledger holds them, its own; else those that this region was started with.
         genesis: None until it is committed. versions: per fragment, the last committed version; -1 before genesis.
-        version_entries: per fragment, the index of the entry that committed it.
-        committed_at_ns: per fragment, when this region learnt of it.
+        version_entries, committed_at_ns: per fragment, the index of its entry, and when this region learnt of it.
         finished: the end of the run, once committed; None again when it is extended.
         snapshots: the states whose digests are in the ledger.
         roster: the members, by the committed entries; before genesis the founders.
@@ -87,7 +83,6 @@ class RoundHistory:
         expelled: regions whose folder is `EXPELLED`. revocations: certificates, by SHA-256.
         rounds_committed: over all fragments. rounds_included: per learner.
         recent: per fragment, its last rounds: how long an outer gradient usually is.
-        account: whose steps are merged or discarded up to where.
     """
 
     def __init__(

@@ -25,18 +25,15 @@ class Transport(Protocol):
 
     def send(self, peer: str, message: Message) -> bool:
         """Queue a control message; False if it was dropped, for the link is down or its queue is full."""
-        ...
 
     async def transfer(self, peer: str, header: BulkHeader, body: memoryview) -> None:
         """Stream a body. Returns when the last chunk is handed to the link.
 
         Raises LinkLost: the link is down, or went down on the way.
         """
-        ...
 
     def reject(self, peer: str, error: PeerError) -> None:
         """Count a fault of a peer. Faults that no honest process makes are strikes; three shut the peer out."""
-        ...
 
 
 class Sending:

@@ -41,18 +41,15 @@ class LearnerHandler(Protocol):
 
     def rejection_reason(self, attach: Attach, process: Process | None) -> str:
         """Why this process may not be the learner, for good; empty if it may. The attached learner stays until then."""
-        ...
 
     def on_learner_message(self, message: ToDaemon) -> None:
         """Its messages in the order they were sent. Attach comes once and first.
 
         The answer to Attach is `LearnerServer.send(Welcome)` or `refuse`, now or later.
         """
-        ...
 
     def learner_detached(self, reason: str) -> None:
         """Its connection is gone. Also called before the Attach of a newer process that takes its place."""
-        ...
 
 
 class LearnerServer:

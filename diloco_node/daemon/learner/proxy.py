@@ -42,13 +42,11 @@ class LearnerFacts:
     """Facts about the learner for status and report; the core does not need them.
 
     Attributes:
-        loss_first, loss_last: the first and the newest loss that was reported.
         val_loss: held-out loss of the learner's own parameters, val_loss_global: of the global ones.
         val_loss_step, val_loss_global_step: steps of the run at which they were measured; None: never.
         blocked_ns: time the training loops of all learners so far spent inside `step()`.
         attached_step: of its incarnation, where the present process began, or was when this daemon came.
-        first_report_ns, last_report_ns: monotonic, of the present learner, for tokens per second.
-        tokens_at_first_report: of its incarnation.
+        first_report_ns, last_report_ns: monotonic, of the present learner; tokens_at_first_report: of its incarnation.
         warnings: losses and gradient norms that were out of their range, and were told.
         discounted_versions: applied with part of the own steps thrown away, since they were too many.
         last_warning, last_warning_ns: the newest of `warnings`, or why the learner failed (`has_failed`); 0: none.
