@@ -135,54 +135,35 @@ class Bench:
         initial = InitialStates(len(MANIFEST.fragments), store)
         learner: Any = self.learner
         flaky: Any = self.store
-        fetcher = Fetcher(
-            parameters=parameters,
-            store=store,
-            transport=self.transport,
-            pool=pool,
-            files=pool,
-            post=self.posted.append,
-            spawn=self.tasks.spawn,
-            initial=initial,
-        )
+        shared: dict[str, Any] = {"parameters": parameters, "store": flaky, "pool": pool, "files": pool}
+        shared |= {"post": self.posted.append, "note": self.notes.append, "spawn": self.tasks.spawn}
+        fetcher = Fetcher(**{**shared, "store": store}, transport=self.transport, initial=initial)
         disk = DiskEffects(
+            **shared,
             init=None,
             write_final_file=partial(write_final, folder),
             save_counter_file=partial(save_trained, folder),
-            parameters=parameters,
-            store=flaky,
             drafts=drafts,
             fetcher=fetcher,
             initial=initial,
-            files=pool,
             disk=pool,
-            post=self.posted.append,
-            note=self.notes.append,
         )
         self.stripe_effects = StripeEffects(
+            **shared,
             region=region,
             keeps_residual=SETTINGS.error_feedback,
             is_trimmed=False,
-            parameters=parameters,
             learner=learner,
             table=self.table,
             drafts=drafts,
             sending=Sending(self.transport, self.tasks.spawn),
-            pool=pool,
-            post=self.posted.append,
-            note=self.notes.append,
             reject=self.transport.reject,
-            read_payload=flaky.read_payload,
         )
         versions = VersionEffects(
+            **shared,
             checkpoint_versions=SETTINGS.checkpoint_versions,
-            parameters=parameters,
-            store=flaky,
             table=self.table,
             version_area=learner.version_area,
-            files=pool,
-            post=self.posted.append,
-            note=self.notes.append,
         )
         self.effects = Effects(
             disk,

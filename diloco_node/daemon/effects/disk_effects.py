@@ -19,12 +19,11 @@ from diloco_node.daemon.effects.initial import InitialStates
 from diloco_node.daemon.effects.initial_files import read_initial
 from diloco_node.daemon.effects.open_stripes import MergedPart, is_contiguous
 from diloco_node.daemon.effects.past_init import read_past_init
+from diloco_node.daemon.effects.sending import EffectContext
 from diloco_node.daemon.learner.version_area import VersionArea
-from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import LedgerGone, LedgerLost, StorageError
 from diloco_node.numeric import F32
-from diloco_node.storage.store import RegionStore
 
 T = TypeVar("T")
 
@@ -36,7 +35,7 @@ STORAGE_RETRIES_SILENT: Final = 30
 
 
 @dataclass(slots=True, kw_only=True)
-class DiskEffects:
+class DiskEffects(EffectContext):
     """Writes what must survive the process, and tries again while the disk refuses.
 
     init, write_final_file, save_counter_file: see `build_effects`. disk: one thread, for the ledger; files: for the
@@ -49,15 +48,10 @@ class DiskEffects:
     init: str | None
     write_final_file: Callable[[dict[str, F32]], None]
     save_counter_file: Callable[[int, mmap.mmap], object]
-    parameters: Parameters
-    store: RegionStore
     drafts: Drafts
     fetcher: Fetcher
     initial: InitialStates
-    files: Executor
     disk: Executor
-    post: Callable[[ev.Event], None]
-    note: Callable[[ev.Note], None]
     refusals: dict[str, str] = field(default_factory=dict, init=False)
     _ledger_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _is_ledger_broken: bool = field(default=False, init=False)

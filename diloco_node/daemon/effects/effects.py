@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
 
 import numpy as np
 
@@ -167,56 +167,33 @@ def build_effects(
         write_final_file: makes the final model durable, by tensor name; raises StorageError.
         save_counter_file: makes durable what the shared memory says of an incarnation; raises StorageError.
     """
-    pool, files = threads.pool, threads.files
-    table, drafts = StripeTable(), Drafts(store, files, spawn)
+    context: dict[str, Any] = {"parameters": parameters, "store": store, "pool": threads.pool, "files": threads.files}
+    context |= {"post": post, "note": note, "spawn": spawn}
+    table, drafts = StripeTable(), Drafts(store, threads.files, spawn)
     initial = InitialStates(len(parameters.manifest.fragments), store)
-    fetcher = Fetcher(
-        parameters=parameters,
-        store=store,
-        transport=transport,
-        pool=pool,
-        files=files,
-        post=post,
-        spawn=spawn,
-        initial=initial,
-    )
+    fetcher = Fetcher(**context, transport=transport, initial=initial)
     disk = DiskEffects(
+        **context,
         init=init,
         write_final_file=write_final_file,
         save_counter_file=save_counter_file,
-        parameters=parameters,
-        store=store,
         drafts=drafts,
         fetcher=fetcher,
         initial=initial,
-        files=files,
         disk=threads.disk,
-        post=post,
-        note=note,
     )
     stripes = StripeEffects(
+        **context,
         region=region,
         keeps_residual=settings.error_feedback,
         is_trimmed=settings.merge is MergeRule.TRIMMED,
-        parameters=parameters,
         learner=learner,
         table=table,
         drafts=drafts,
         sending=Sending(transport, spawn),
-        pool=pool,
-        post=post,
-        note=note,
         reject=transport.reject,
-        read_payload=store.read_payload,
     )
     versions = VersionEffects(
-        checkpoint_versions=settings.checkpoint_versions,
-        parameters=parameters,
-        store=store,
-        table=table,
-        version_area=learner.version_area,
-        files=files,
-        post=post,
-        note=note,
+        **context, checkpoint_versions=settings.checkpoint_versions, table=table, version_area=learner.version_area
     )
     return Effects(disk, stripes, versions, fetcher, learner, transport, spawn, post, note)

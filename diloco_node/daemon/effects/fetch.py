@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,13 +15,11 @@ from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState
 from diloco_node.core.messages import Payload, PayloadRequested, Refused, State, StateRequested
 from diloco_node.daemon.effects.initial import InitialStates
 from diloco_node.daemon.effects.open_stripes import cut_payload
-from diloco_node.daemon.effects.sending import Transport
-from diloco_node.daemon.parameters import Parameters
-from diloco_node.daemon.work import Spawn, in_thread
+from diloco_node.daemon.effects.sending import EffectContext, Transport
+from diloco_node.daemon.work import in_thread
 from diloco_node.errors import LinkLost, PayloadCorrupt, StorageError
 from diloco_node.numeric import U8
 from diloco_node.storage.durable import DamagedFile
-from diloco_node.storage.store import RegionStore
 
 FETCH_SILENCE_S: Final = 30.0
 """A donor that sends nothing for this long has forgotten us: the core asks another."""
@@ -43,20 +39,14 @@ class _Pending:
 
 
 @dataclass(slots=True, kw_only=True)
-class Fetcher:
+class Fetcher(EffectContext):
     """Both sides of a fetch. Every order of the core is answered exactly once.
 
     Attributes:
         serves: transfers to peers that are being prepared or are on their way.
     """
 
-    parameters: Parameters
-    store: RegionStore
     transport: Transport
-    pool: Executor
-    files: Executor
-    post: Callable[[Event], None]
-    spawn: Spawn
     initial: InitialStates
     serves: int = field(default=0, init=False)
     _serves_of: Counter[str] = field(default_factory=Counter, init=False)

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
 
+from diloco_node.core.events import Event, Note
 from diloco_node.core.messages import BulkHeader, ContributionStripe, MergedStripe, Message
 from diloco_node.core.types import Ballot
+from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.work import Spawn
 from diloco_node.errors import LinkLost, PeerError
 from diloco_node.numeric import U8
+from diloco_node.storage.store import RegionStore
 
 log = structlog.get_logger()
 
@@ -34,6 +39,19 @@ class Transport(Protocol):
 
     def reject(self, peer: str, error: PeerError) -> None:
         """Count a fault of a peer. Faults that no honest process makes are strikes; three shut the peer out."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EffectContext:
+    """Parts of the daemon that all effects work with. pool: threads for sums. files: threads that wait for the disk."""
+
+    parameters: Parameters
+    store: RegionStore
+    pool: Executor
+    files: Executor
+    post: Callable[[Event], None]
+    note: Callable[[Note], None]
+    spawn: Spawn
 
 
 class Sending:

@@ -7,7 +7,6 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Final
@@ -35,9 +34,8 @@ from diloco_node.daemon.effects.open_stripes import (
     is_contiguous,
     reduce_stripe,
 )
-from diloco_node.daemon.effects.sending import Sending
+from diloco_node.daemon.effects.sending import EffectContext, Sending
 from diloco_node.daemon.learner.proxy import LearnerProxy
-from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.work import beside_loop, in_thread
 from diloco_node.errors import PayloadCorrupt, PeerError, StorageError
 from diloco_node.numeric import U8
@@ -56,7 +54,7 @@ KEPT_FRAGMENTS_MAX: Final = 2
 
 
 @dataclass(slots=True, kw_only=True)
-class StripeEffects:
+class StripeEffects(EffectContext):
     """Moves and merges the stripes of open rounds.
 
     A stripe counts once every block of it was checked: a stripe that does not decode must not stall the round later.
@@ -67,7 +65,6 @@ class StripeEffects:
         region: our name. keeps_residual: with error feedback. is_trimmed: `[rounds] merge` is `trimmed`.
         learner: has the own contribution's bytes. table: where stripes are kept. drafts: where merged ones are written.
         reject: counts what a peer did that no honest one does, as a strike.
-        read_payload: of a fragment and version, with this digest, on disk; StorageError if it is not there.
 
     Attributes:
         cosines: per learner, of its last contributions that were reduced here with the mean of the others.
@@ -76,16 +73,11 @@ class StripeEffects:
     region: str
     keeps_residual: bool
     is_trimmed: bool
-    parameters: Parameters
     learner: LearnerProxy
     table: StripeTable
     drafts: Drafts
     sending: Sending
-    pool: Executor
-    post: Callable[[ev.Event], None]
-    note: Callable[[ev.Note], None]
     reject: Callable[[str, PeerError], None]
-    read_payload: Callable[[int, int, bytes], U8]
     cosines: dict[str, deque[float]] = field(default_factory=dict, init=False)
     _struck: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict, init=False)
     """By region and fragment: incarnation and snapshot of the last contribution that was a strike."""
@@ -261,7 +253,7 @@ class StripeEffects:
             has_residual = self.keeps_residual and order.version > 1
             if has_residual and is_whole:
                 with contextlib.suppress(StorageError):
-                    before = self.read_payload(fragment, order.version - 1, order.before)
+                    before = self.store.read_payload(fragment, order.version - 1, order.before)
             for window in order.windows if is_whole else ():
                 stripe = next(cut for cut in stripes if window.block_start < cut.block_stop)
                 value, error = project(down, _slice(down, stripe.encoded, stripe.block_start, window), window)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from diloco_node.codec.digest import payload_digest
@@ -13,7 +11,6 @@ from diloco_node.core.events import (
     ApplyVersion,
     CheckpointWritten,
     DigestComputed,
-    Event,
     Note,
     PruneFiles,
     SetStatesAside,
@@ -22,29 +19,23 @@ from diloco_node.core.events import (
 )
 from diloco_node.core.types import RoundBody
 from diloco_node.daemon.effects.open_stripes import StripeTable, cut_payload
+from diloco_node.daemon.effects.sending import EffectContext
 from diloco_node.daemon.learner.version_area import VersionArea
-from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import DilocoError, StorageError
 from diloco_node.numeric import U8
-from diloco_node.storage.store import RegionStore
 
 
 @dataclass(slots=True, kw_only=True)
-class VersionEffects:
+class VersionEffects(EffectContext):
     """Brings fragments to their next versions, and writes a checkpoint every `checkpoint_versions`.
 
     version_area: the learner's, where the next version is written if a slot is free.
     """
 
     checkpoint_versions: int
-    parameters: Parameters
-    store: RegionStore
     table: StripeTable
     version_area: VersionArea
-    files: Executor
-    post: Callable[[Event], None]
-    note: Callable[[Note], None]
 
     async def apply(self, order: ApplyVersion) -> None:
         """The outer step of a committed round. Raises DilocoError: its payload was on disk and is not any more."""

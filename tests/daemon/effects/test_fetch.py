@@ -47,6 +47,7 @@ class Bench:
             pool=self.pool,
             files=self.pool,
             post=self.posted.append,
+            note=lambda note: None,
             spawn=self.tasks.spawn,
             initial=self.initial,
         )
