@@ -109,13 +109,11 @@ class RoundLeader:
         left_out: tuple[LeftOut, ...] = (),
         predecessor: str = "",
     ) -> None:
-        """Take over.
+        """Take over in a term.
 
-        Args:
-            term: of this leader.
-            reopen: rounds (fragment to version) that are known to have been open under an older leader; they were due.
-            left_out: by the leader before, as far as is known here.
-            predecessor: the leader before, if it handed leadership to this region.
+        reopen: rounds (fragment to version) that are known to have been open under an older leader; they were due.
+        left_out: by the leader before, as far as is known here. predecessor: it, if it handed leadership to this
+        region.
         """
         self.is_acting, self._is_stale = True, True
         self._book.ballot_ns = self._history.settings.ballot_deadline_min_ns
@@ -206,10 +204,8 @@ class RoundLeader:
             self._answers.take_discards(bodies, now_ns=now_ns)
 
     def let_go(self, region: str) -> bool:
-        """Leave a region that is about to leave the run out of new ballots; empty: none is.
-
-        Returns: whether no open round has it any more.
-        """
+        """Leave a region, or none, out of new ballots, for it is about to leave the run; whether no open
+        round has it."""
         self._eligibility.leaver = region
         return not any(region in (*round_.members, *round_.reducers) for round_ in self.rounds.values())
 

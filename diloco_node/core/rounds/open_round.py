@@ -24,8 +24,7 @@ def payload_digest(stripe_digests: Sequence[bytes]) -> bytes:
 class QuestionedBallot:
     """A merged ballot whose norms do not add up: the leader reduces the same stripes itself to see who is wrong.
 
-    Attributes:
-        stripes: of the ballot. reports: one per stripe. contributions: in the order of the decision.
+    reports: one per stripe. contributions: in the order of the decision.
     """
 
     stripes: tuple[Stripe, ...]
@@ -39,11 +38,7 @@ class QuestionedBallot:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """How long a ballot may take, and why.
-
-    Attributes:
-        duration_ns: from the opening of the ballot. derivation: one line, for log and status.
-    """
+    """How long a ballot may take from its opening, and why (`derivation`), in one line for log and status."""
 
     duration_ns: int
     derivation: str
@@ -126,9 +121,8 @@ class OpenRound:
     def asks_again(self, *, spacing_max: int) -> bool:
         """Count a heartbeat; whether the ballot is announced again in it, after 1, 2, 4 and so on of them.
 
-        Args:
-            spacing_max: most heartbeats between two times. Each region answers with all that it has of each member, so
-                the answers grow with the square of the regions.
+        spacing_max: most heartbeats between two times. Each region answers with all that it has of each member, so
+        the answers grow with the square of the regions.
         """
         self.beats += 1
         if self.beats < self.repeat_at:

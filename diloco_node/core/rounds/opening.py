@@ -25,12 +25,10 @@ LEAVE_ROUNDS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A round to open.
+    """A round to open, and why. due_at_ns: when each due learner became due, sorted. learners: live ones, due or not.
 
-    Attributes:
-        reason: in words. due_at_ns: when each due learner became due, sorted. learners: live ones, due or not.
-        is_last: it is the run's last round of this fragment.
-        leavers: learners, with their incarnations, for which it is opened early.
+    is_last: it is the run's last round of this fragment.
+    leavers: learners, with their incarnations, for which it is opened early.
     """
 
     fragment: int
@@ -113,10 +111,8 @@ class Opener:
     ) -> Opening | None:
         """Return the round to open now, if any; else `reason` and `wake_at_ns` say what is waited for.
 
-        The most overdue fragment goes first; one that waits for its grace window does not hold up the others.
-
-        Args:
-            open_fragments: their rounds are in flight. resting: not to be opened just now.
+        The most overdue fragment goes first; one that waits for its grace window does not hold up the others. None is
+        opened whose round is in flight, or that is resting.
         """
         self.wake_at_ns = None
         timing = self.timing(reachability)

@@ -42,11 +42,7 @@ from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBod
 
 
 class RoundParticipant:
-    """See the module. Feed it facts, then call `pump`.
-
-    Attributes:
-        left_out: regions that the leader leaves out of its ballots, by its last announcement.
-    """
+    """See the module. Feed it facts, then call `pump`. left_out: regions, by the leader's last announcement."""
 
     def __init__(self, context: RoundContext, versions: Versions) -> None:
         self.left_out: tuple[LeftOut, ...] = ()
@@ -457,10 +453,8 @@ class RoundParticipant:
             self._effects.emit(CloseBallot(body.ballot, body.fragment, body.version, committed=True))
 
     def _free_late(self, ballot: Ballot, fragment: int, version: int) -> None:
-        """Free late bytes of a finished round, unless this region has yet to apply it.
-
-        Before the apply, `on_apply` closes the round with all its bytes.
-        """
+        """Free late bytes of a finished round, unless this region has yet to apply it: then `on_apply` closes the
+        round."""
         residual = self.rounds[fragment].residual
         is_kept = residual is not None and residual[1] == ballot
         if version <= self._versions.applied[fragment] and not is_kept:

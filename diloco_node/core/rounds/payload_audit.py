@@ -27,9 +27,8 @@ Rows = tuple[tuple[float, ...], ...]
 class QuestionedPayload:
     """A payload that deviates from the sum, with all that was known of it in its ballot.
 
-    Attributes:
-        cuts: blocks of its stripes. projection: the leader's.
-        contributions, coefficients, rows: in the order of the decision.
+    cuts: blocks of its stripes. projection: the leader's.
+    contributions, coefficients, rows: in the order of the decision.
     """
 
     cuts: tuple[tuple[int, int], ...]
@@ -65,11 +64,8 @@ class PayloadAudit:
         return commitment_of(nonce_of(self._secret, ballot))
 
     def draw(self, round_: OpenRound, is_there: Callable[[str], bool], *, now_ns: int) -> None:
-        """Draw the audit of a merged ballot, once the drawer has told its nonce, or has had half of the ballot's time.
-
-        Args:
-            is_there: whether a region is to be waited for.
-        """
+        """Draw the audit of a merged ballot, once the drawer, if it is there, has told its nonce, or has had half of
+        the ballot's time."""
         if round_.nonces or not self._is_on:
             return
         drawer = drawer_of(round_.announcement, self._region)
@@ -99,13 +95,8 @@ class PayloadAudit:
     def is_waiting(
         self, round_: OpenRound, projection: Projection, is_there: Callable[[str], bool], *, now_ns: int
     ) -> bool:
-        """Whether something of the audit is on its way. All rows get three quarters of the ballot's time.
-
-        Asked for a payload that a majority and this region have.
-
-        Args:
-            projection: of the payload, by this region. is_there: whether a region is to be waited for.
-        """
+        """Whether something of the audit of a payload is on its way, from members that are there. All rows get three
+        quarters of the ballot's time. Asked for a payload that a majority and this region have."""
         if self._to_project(round_):
             return True
         assert round_.decision is not None
@@ -117,10 +108,8 @@ class PayloadAudit:
         return len(projection.sums) != len(windows) or any(map(is_there, names))
 
     def question(self, round_: OpenRound, projection: Projection, *, now_ns: int) -> str:
-        """Judge a question of the ballot before, then compare the payload with the rows.
-
-        Args:
-            projection: of the payload, by this region; without windows if it has none.
+        """Judge a question of the ballot before, then compare the payload's projection by this region, if any, with the
+        rows.
 
         Returns: why the leader has to reduce all stripes alone, in words; empty if the payload may commit.
         """

@@ -22,10 +22,9 @@ not move the run, and a minority that is gone for good holds up its end by no mo
 class RunPosition:
     """The position of the run.
 
-    Attributes:
-        steps: of the median learner, all its incarnations together; of an even number the lower of the middle two.
-            Never goes back while the daemon lives, and never beyond `steps_max`.
-        part: of the way to the run's end, 0 to 1, by whichever limit is nearer; None: nothing says where it ends.
+    steps: of the median learner, all its incarnations together; of an even number the lower of the middle two.
+    Never goes back while the daemon lives, and never beyond `steps_max`.
+    part: of the way to the run's end, 0 to 1, by whichever limit is nearer; None: nothing says where it ends.
     """
 
     steps: int
@@ -89,10 +88,8 @@ class RunProgress:
         return RunPosition(self._steps, min(1.0, max(fractions)) if fractions else None)
 
     def steps_of(self, name: str) -> int:
-        """Return the steps of a region's learner in all its lives.
-
-        They come from its last report; without one, and before its incarnation, from the ledger.
-        """
+        """Return the steps of a region's learner in all its lives: by its last report, else and before it by the
+        ledger."""
         in_ledger = self._history.account.steps_before(name, INCARNATION_MAX + 1)
         status = self._liveness.learner(name)
         if status is None:

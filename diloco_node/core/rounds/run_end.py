@@ -26,11 +26,7 @@ NEAR_END: Final = 0.9
 
 
 class RunEnd:
-    """See the module.
-
-    Attributes:
-        is_final: every fragment is at its final version and written.
-    """
+    """See the module. is_final: every fragment is at its final version and written."""
 
     def __init__(self, context: RoundContext, versions: Versions, progress: RunProgress) -> None:
         self.is_final = False
@@ -100,9 +96,7 @@ class RunEnd:
         """Return why a learner that comes now would train past the end; empty if it would not.
 
         Nobody closes the run without a leader. The others may have closed it, and be gone.
-
-        Args:
-            own_steps: of all lives of the own learner, by its counters: after a restart the ledger tells none alone.
+        own_steps: of all lives of the own learner, by its counters: after a restart the ledger tells none alone.
         """
         limit, position = self._history.settings.steps_max, self._progress.position(now_ns=now_ns)
         has_made_steps = 0 < limit <= max(position.steps, self._progress.steps_of(self._region), own_steps)

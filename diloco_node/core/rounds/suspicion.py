@@ -45,11 +45,9 @@ class BallotPart(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """A region that failed its part in a ballot.
+    """A region that failed its part in a ballot. reason: the observation, and whose it is.
 
-    Attributes:
-        reason: the observation, and whose it is.
-        is_proved: the majority of the others says otherwise; else it only was late.
+    is_proved: the majority of the others says otherwise; else it only was late.
     """
 
     region: str
@@ -60,12 +58,10 @@ class Blame:
 
 @dataclass(slots=True)
 class _Suspect:
-    """The record of one region in one role.
+    """The record of one region in one role. until_ns: it may be tried from then on; None: it takes part.
 
-    Attributes:
-        failures: in a row. failed_at_ns: the last one. level: how often it was suspended, less what was forgiven.
-        until_ns: it is suspended, and may be tried from then on; None: it takes part.
-        clean: ballots without a fault since the last one.
+    failures: in a row. failed_at_ns: the last one. level: how often it was suspended, less what was forgiven.
+    clean: ballots without a fault since the last one.
     """
 
     reason: str
@@ -77,21 +73,14 @@ class _Suspect:
 
 
 class SuspicionBook:
-    """See the module.
-
-    Attributes:
-        ballot_ns: the shortest time that a ballot is given.
-    """
+    """See the module. ballot_ns: the shortest time that a ballot is given."""
 
     def __init__(self, *, ballot_ns: int) -> None:
         self.ballot_ns = ballot_ns
         self._suspects: dict[tuple[str, BallotPart], _Suspect] = {}
 
     def blame(self, blame: Blame, *, opened_at_ns: int, now_ns: int) -> int | None:
-        """Record that a region failed its part in a ballot.
-
-        Args:
-            opened_at_ns: of that ballot.
+        """Record that a region failed its part in a ballot that was opened then.
 
         Returns: how long it is suspended from now on; None if it is not, or was already.
         """
@@ -127,9 +116,8 @@ class SuspicionBook:
     ) -> None:
         """Begin as a new leader. Regions that the leader before left out have failed once: their next failure counts.
 
-        Args:
-            predecessor: the leader before, if it gave its place away: it stops, or held up the others. It is suspended
-                for the first pause.
+        predecessor: the leader before, if it gave its place away: it stops, or held up the others. It is suspended for
+        the first pause.
         """
         self._suspects.clear()
         known_roles = {(name, role) for name in regions for role in BallotPart}
