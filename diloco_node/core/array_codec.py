@@ -15,8 +15,9 @@ import dataclasses
 import operator
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from itertools import count, repeat
 from typing import Any, Final
 
 from diloco_node.core.shapes import (
@@ -25,13 +26,27 @@ from diloco_node.core.shapes import (
     Bounds,
     Check,
     Items,
+    Octets,
     OutOfBounds,
+    Real,
+    Text,
     Whole,
     bound_of,
-    scalar_check,
+    check_bool,
+    check_region,
+    number_check,
+    octets_check,
     show,
     show_number,
+    text_check,
 )
+
+_SCALARS: Final[dict[type, tuple[type, Callable[[Any], Check]]]] = {
+    int: (Whole, number_check),
+    float: (Real, number_check),
+    str: (Text, text_check),
+    bytes: (Octets, octets_check),
+}
 
 Codec = tuple[Check, Check]
 """Write and read: each returns the value in its other form, or raises OutOfBounds."""
@@ -57,10 +72,12 @@ class ArrayCodecs:
             raise TypeError(f"{cls.__name__} is nested deeper than {DEPTH_MAX}")
         names = [field.name for field in dataclasses.fields(cls)]
         bounds = [bound_of(self._bounds, cls.__name__, name) for name in names]
-        built = self._fields(cls, names, bounds, depth=depth)
+        hints = typing.get_type_hints(cls)
+        built = [self._field(cls, name, hints[name], bound, depth) for name, bound in zip(names, bounds, strict=True)]
         encoders, decoders = [encode for encode, _ in built], [decode for _, decode in built]
+        places = [f".{name}" for name in names]
         pairs = relations(names, bounds)
-        count, is_short = len(names) + skip, may_be_short(cls)
+        length, is_short = len(names) + skip, may_be_short(cls)
 
         def encode(value: Any) -> list[Any]:
             if type(value) is not cls:
@@ -69,7 +86,7 @@ class ArrayCodecs:
             try:
                 fields = [encode_field(field) for encode_field, field in zip(encoders, values, strict=True)]
             except OutOfBounds:
-                raise _named_field(names, encoders, values) from None
+                raise _named(places, encoders, values) from None
             if pairs:
                 check_relations(names, fields, pairs)
             if is_short and not fields[-1]:
@@ -78,29 +95,25 @@ class ArrayCodecs:
 
         def decode(fields: Any) -> Any:
             if is_short and type(fields) is list:
-                fields = whole_array(fields, count)
-            if type(fields) is not list or len(fields) != count:
-                raise OutOfBounds(f"expected {cls.__name__} with {count - skip} fields, got {_shape(fields, skip)}")
+                fields = whole_array(fields, length)
+            if type(fields) is not list or len(fields) != length:
+                raise OutOfBounds(f"expected {cls.__name__} with {len(names)} fields, got {_shape(fields, skip)}")
             own_fields = fields[1:] if skip else fields
             try:
                 values = [decode_field(field) for decode_field, field in zip(decoders, own_fields, strict=True)]
             except OutOfBounds:
-                raise _named_field(names, decoders, own_fields) from None
+                raise _named(places, decoders, own_fields) from None
             if pairs:
                 check_relations(names, values, pairs)
             return cls(*values)
 
         return encode, decode
 
-    def _fields(self, cls: type, names: list[str], bounds: list[Bound | None], *, depth: int) -> list[Codec]:
-        hints = typing.get_type_hints(cls)
-        built = []
-        for name, bound in zip(names, bounds, strict=True):
-            try:
-                built.append(self._hint(hints[name], bound, name in REGION_FIELDS, depth=depth))
-            except OutOfBounds as error:
-                raise TypeError(f"{cls.__name__}.{name}: {error.found}") from None
-        return built
+    def _field(self, cls: type, name: str, hint: Any, bound: Bound | None, depth: int) -> Codec:
+        try:
+            return self._hint(hint, bound, name in REGION_FIELDS, depth=depth)
+        except OutOfBounds as error:
+            raise TypeError(f"{cls.__name__}.{name}: {error.found}") from None
 
     def _hint(self, hint: Any, bound: Bound | None, is_region: bool, *, depth: int) -> Codec:
         """Encoder and decoder of a field. Raises OutOfBounds when it has no bound, or one of another kind."""
@@ -174,10 +187,14 @@ class ArrayCodecs:
 
 
 def _scalar(hint: type, bound: Bound | None, is_region: bool) -> Codec:
-    check = scalar_check(hint, bound, is_region=is_region)
-    if check is None:
-        kind = {int: "Whole", float: "Real", str: "Text", bytes: "Octets"}[hint]
-        raise OutOfBounds(_NO_BOUND.format(kind=kind, found=bound))
+    if hint is bool:
+        return check_bool, check_bool
+    if hint is str and is_region:
+        return check_region, check_region
+    kind, make = _SCALARS[hint]
+    if not isinstance(bound, kind):
+        raise OutOfBounds(_NO_BOUND.format(kind=kind.__name__, found=bound))
+    check = make(bound)
     convert = {int: _as_int, float: _as_float}.get(hint)
     return (check if convert is None else _lenient(hint, check, convert)), check
 
@@ -231,14 +248,14 @@ def _as_float(value: Any) -> float:
     return float(value)  # numpy's floats, and ints that a sum began with
 
 
-def _named_field(names: list[str], checks: list[Check], values: Sequence[Any]) -> OutOfBounds:
-    """Find the wrong field again, for its name: the right case must not pay for it."""
-    for name, check, value in zip(names, checks, values, strict=True):
+def _named(places: Iterable[str], checks: Iterable[Check], values: Iterable[Any]) -> OutOfBounds:
+    """Find the wrong field or item again, for its place: the right case must not pay for it."""
+    for place, check, value in zip(places, checks, values, strict=False):
         try:
             check(value)
         except OutOfBounds as error:
-            return error.within(f".{name}")
-    raise AssertionError("a field that was wrong is right now")
+            return error.within(place)
+    raise AssertionError("what was wrong is right now")
 
 
 def _shape(value: Any, skip: int) -> str:
@@ -271,22 +288,12 @@ def items_check(item_check: Check, bound: Items, *, container: Any, make: Any) -
         try:
             items = make(map(item_check, values))
         except OutOfBounds:
-            raise _named_item(item_check, values) from None
+            raise _named((f"[{index}]" for index in count()), repeat(item_check), values) from None
         if is_set and len(set(items)) != len(items):
             raise OutOfBounds("an item is there twice")
         return items
 
     return check
-
-
-def _named_item(item_check: Check, values: Any) -> OutOfBounds:
-    """Find the wrong item again, for its index: the right case must not pay for the counting."""
-    for index, value in enumerate(values):
-        try:
-            item_check(value)
-        except OutOfBounds as error:
-            return error.within(f"[{index}]")
-    raise AssertionError("an item that was wrong is right now")
 
 
 def relations(names: list[str], bounds: list[Bound | None]) -> list[tuple[int, int, int]]:

@@ -1,10 +1,7 @@
 """The bounds of what the core says and keeps: messages, bulk headers and entries of the ledger (`docs/protocol.md`).
 
 A bound is as wide as an honest region may ever need, and no wider. Whether a value inside it makes sense now is a
-question of meaning, which the core asks where it uses the field.
-
-A field is looked up by `Class.field`, then by its name, then by the end of its name. A field without a bound
-can't be sent or kept: the schema is not built.
+question of meaning, which the core asks where it uses the field. A field without a bound can't be sent or kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Projections of payloads and contributions, as the core orders them and the shell works them out.
-
-The arithmetic, and the reason, are in `core.merge.freivalds`.
-"""
+"""Projections of payloads and contributions, as the core orders them; arithmetic and reason are in
+`core.merge.freivalds`."""
 
 from __future__ import annotations
 

@@ -113,27 +113,13 @@ def bound_of(bounds: Bounds, class_name: str, field_name: str) -> Bound | None:
     return next((bound for bound in candidates if bound is not None), None)
 
 
-def whole_check(bound: Whole) -> Check:
-    """Return the check of an integer. bool is none."""
-    lowest, highest = bound.lowest, bound.highest
+def number_check(bound: Whole | Real) -> Check:
+    """Return the check of an integer, or of a float. bool is none, and NaN is in no range."""
+    lowest, highest, kind = bound.lowest, bound.highest, int if isinstance(bound, Whole) else float
 
-    def check(value: Any) -> int:
-        if type(value) is not int:
-            raise OutOfBounds(f"expected int, got {type(value).__name__}")
-        if lowest <= value <= highest:
-            return value
-        raise OutOfBounds(_outside(value, bound))
-
-    return check
-
-
-def real_check(bound: Real) -> Check:
-    """Return the check of a float. NaN is in no range."""
-    lowest, highest = bound.lowest, bound.highest
-
-    def check(value: Any) -> float:
-        if type(value) is not float:
-            raise OutOfBounds(f"expected float, got {type(value).__name__}")
+    def check(value: Any) -> Any:
+        if type(value) is not kind:
+            raise OutOfBounds(f"expected {kind.__name__}, got {type(value).__name__}")
         if lowest <= value <= highest:
             return value
         raise OutOfBounds(_outside(value, bound))
@@ -184,24 +170,6 @@ def check_region(value: Any) -> str:
     if REGION_PATTERN.fullmatch(value) is None:
         raise OutOfBounds(f"{show(value)} is no region name ([a-z0-9-], 1 to 63)")
     return value
-
-
-_SCALARS: Final[dict[tuple[type, type], Callable[..., Check]]] = {
-    (int, Whole): whole_check,
-    (float, Real): real_check,
-    (str, Text): text_check,
-    (bytes, Octets): octets_check,
-}
-
-
-def scalar_check(hint: Any, bound: Bound | None, *, is_region: bool) -> Check | None:
-    """Return the check of a boolean, number, string or bytes; None: it has no bound, or one of another kind."""
-    if hint is bool:
-        return check_bool
-    if hint is str and is_region:
-        return check_region
-    make = _SCALARS.get((hint, type(bound)))
-    return None if make is None else make(bound)
 
 
 def show(value: Any) -> str:

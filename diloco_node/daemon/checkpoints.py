@@ -26,12 +26,10 @@ from diloco_node.storage.tensor_files import payload_name, state_name
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """A version that a place has, or had.
+    """A version that a place has, or had. lack: what is missing; empty if nothing is.
 
-    Attributes:
-        step, tokens: None: a copy does not say. content_bytes: parameters and momentum.
-        written_at: UTC, ISO 8601: of a copy, or of its last payload in a region; empty if that is gone.
-        lack: what is missing; empty if nothing is.
+    step, tokens: None: a copy does not say. content_bytes: parameters and momentum.
+    written_at: UTC, ISO 8601: of a copy, or of its last payload in a region; empty if that is gone.
     """
 
     version: int

@@ -1,7 +1,4 @@
-"""The lines on a region's terminal: joined, the pace now and then, alarms, where the model is.
-
-Each is short and goes to standard output, which the supervisor shows; everything else is in the log.
-"""
+"""The short lines on a region's terminal: joined, the pace now and then, alarms, where the model is."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import Final
 
 from diloco_node.core.ledger.entries import seal
 from diloco_node.core.ledger.roster import Roster
-from diloco_node.core.ledger.summary import RunSummary, decode_summary, summed_roster
+from diloco_node.core.ledger.summary import RunSummary, decode_summary, roster_at
 from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.recovery.replay_plan import find_end
 from diloco_node.core.types import Entry, Recovered, RoundBody, SnapshotBody
@@ -54,7 +54,7 @@ def look_alone(folder: Path, region: str) -> LoneRegion:
     Raises ConfigError: the region has no vote, or lacks a state or payload; the run is over, or has not begun; nobody
     else is a member. StorageError: the folder can't be read, or is damaged.
     """
-    return _read(folder, region, RegionStore(folder, is_read_only=True)).facts
+    return _read(folder, region, RegionStore(folder, is_read_only=True))[1]
 
 
 def go_on_alone(folder: Path, region: str, run_id: str, sign: Callable[[bytes], bytes]) -> LoneRegion:
@@ -66,21 +66,13 @@ def go_on_alone(folder: Path, region: str, run_id: str, sign: Callable[[bytes], 
     """
     look_alone(folder, region)  # a store that is opened for writing sets a damaged ledger aside
     with closing(RegionStore(folder)) as store:
-        ledger = _read(folder, region, store)
-        entries = removals(ledger.recovery, region, lambda roster: sign(roster.statement(run_id)))
-        store.persist(ledger.recovery.term + TERMS_AHEAD, region, 0, entries)
-    return ledger.facts
+        recovery, facts = _read(folder, region, store)
+        entries = removals(recovery, region, lambda roster: sign(roster.statement(run_id)))
+        store.persist(recovery.term + TERMS_AHEAD, region, 0, entries)
+    return facts
 
 
-@dataclass(frozen=True, slots=True)
-class _Ledger:
-    """The content of a folder."""
-
-    recovery: Recovered
-    facts: LoneRegion
-
-
-def _read(folder: Path, region: str, store: RegionStore) -> _Ledger:
+def _read(folder: Path, region: str, store: RegionStore) -> tuple[Recovered, LoneRegion]:
     """Read a folder, and check that its region can go on alone. Raises as `look_alone`."""
     manifest = load_manifest(folder)
     if manifest is None:
@@ -102,8 +94,7 @@ def _read(folder: Path, region: str, store: RegionStore) -> _Ledger:
     leavers = tuple(name for name in roster.disks if name != region)
     index = recovery.entries[-1].index if recovery.entries else base.index
     addresses = dict.fromkeys(roster.disks, "") | {name: roster.memberships[name].address for name in roster.names}
-    facts = LoneRegion(region, roster.voters, leavers, addresses, index, tuple(versions))
-    return _Ledger(recovery, facts)
+    return recovery, LoneRegion(region, roster.voters, leavers, addresses, index, tuple(versions))
 
 
 def _fault(folder: Path, region: str, roster: Roster, recovery: Recovered, lack: str) -> str:
@@ -149,10 +140,8 @@ def _lacks(recovery: Recovered, summary: RunSummary | None) -> Iterator[str]:
 def last_roster(recovery: Recovered) -> Roster:
     """The members at the last entry on a disk."""
     base = recovery.base
-    roster = summed_roster(decode_summary(base.summary, fragments=len(recovery.states))) if base.index else Roster({})
-    for entry in recovery.entries:
-        roster = roster.after(entry)
-    return roster
+    summary = decode_summary(base.summary, fragments=len(recovery.states)) if base.index else None
+    return roster_at(summary, recovery.entries)
 
 
 def removals(recovery: Recovered, region: str, sign: Callable[[Roster], bytes]) -> tuple[Entry, ...]:

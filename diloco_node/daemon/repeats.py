@@ -1,7 +1,6 @@
-"""Repeated log lines are told once and counted: a peer that floods can't fill the log.
+"""Repeated log lines are told once in a window of time and counted: a peer that floods can't fill the log.
 
-Time is cut into windows. The first line of a cause in a window is told, the others are counted, and told as one number
-when the window is over. Lines of one kind that all differ are bounded as well.
+The number is told when the window is over. Lines of one kind that all differ are bounded as well.
 """
 
 from __future__ import annotations

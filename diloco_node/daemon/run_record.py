@@ -13,7 +13,7 @@ from typing import Final
 
 from diloco_node.config.urls import is_url
 from diloco_node.core.ledger.roster import Roster
-from diloco_node.core.ledger.summary import decode_summary, summed_roster
+from diloco_node.core.ledger.summary import decode_summary, roster_at
 from diloco_node.core.recovery.replay_plan import find_end, find_genesis
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import Entry, FinishedBody, GenesisBody, LedgerBase
@@ -78,12 +78,11 @@ def run_record(base: LedgerBase, entries: Sequence[Entry], fragments: int) -> Ru
     genesis = find_genesis(summary, entries)
     if genesis is None:
         return None
-    roster = summed_roster(summary) if summary is not None else Roster({})
-    for entry in entries:
-        roster = roster.after(entry)
     bodies = (*genesis.settings, *(summary.settings if summary else ()), *(entry.body for entry in entries))
     settings = [body for body in bodies if isinstance(body, SettingsBody)]
-    return RunRecord(genesis, roster, find_end(summary, entries), settings[-1] if settings else None)
+    return RunRecord(
+        genesis, roster_at(summary, entries), find_end(summary, entries), settings[-1] if settings else None
+    )
 
 
 def read_run_record(state_dir: Path) -> RunRecord | None:

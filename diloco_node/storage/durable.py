@@ -58,7 +58,7 @@ def make_folder(folder: Path) -> None:
 
 
 def replace_file(path: Path, data: Sequence[bytes | memoryview]) -> None:
-    """Replace a file; durable when this returns. Its bytes are the parts, one after the other.
+    """Replace a file by these parts, one after the other; durable when this returns.
 
     Raises StorageError: the disk refused; the old file, if any, is untouched.
     """

@@ -1,7 +1,4 @@
-"""A child of the supervisor through all its lives: how it is started, watched and cleared up after, and its log.
-
-Standard library only, so that the supervisor is small and has nothing to crash on.
-"""
+"""A child of the supervisor through all its lives: how it is started, watched and cleared up after, and its log."""
 
 from __future__ import annotations
 

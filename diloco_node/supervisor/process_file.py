@@ -1,7 +1,5 @@
-"""The file `learner.json` in the state folder, by which the supervisor tells its daemon of the learner's process.
-
-Not durable: the next supervisor writes it anew. Standard library only, for the supervisor.
-"""
+"""The file `learner.json`, by which the supervisor tells its daemon of the learner's process; not durable, written
+anew."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Messages to systemd, or whatever started a region with NOTIFY_SOCKET: it is up, it stops, it lives.
-
-Standard library only, for the supervisor. The protocol is sd_notify(3): one datagram of KEY=VALUE lines.
-"""
+"""Messages to systemd, or whatever started a region with NOTIFY_SOCKET: it is up, it stops, it lives (sd_notify(3))."""
 
 from __future__ import annotations
 

@@ -116,11 +116,9 @@ class Stream(Protocol):
 
 
 class DialedStream:
-    """The dialing side of a stream; owns its channel.
+    """The dialing side of a stream; owns its channel. endpoint: of the peer that has answered; None where nobody asks.
 
-    Attributes:
-        endpoint: of the peer, that has answered; None where nobody asks.
-        challenge: ours, that the peer must answer (`credentials`).
+    challenge: ours, that the peer must answer (`credentials`).
     """
 
     def __init__(
@@ -243,11 +241,9 @@ class AcceptedStream:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The other end of an accepted call.
+    """The other end of an accepted call, by its certificate (DER, empty where TLS tells none) and address, IP and port.
 
-    Attributes:
-        region, tls_name: what its certificate says; empty where it says nothing usable.
-        address: its IP address and port. certificate: DER; empty where TLS tells none.
+    region, tls_name: empty where the certificate says nothing usable.
     """
 
     region: str

@@ -29,9 +29,8 @@ added up, and they are closed. They are booked in order, so the eighth before th
 class LastInclusion:
     """The newest committed round that included a learner's contribution to a fragment.
 
-    Attributes:
-        incarnation: of the learner. version: what the round made. snapshot: the learner's number for it.
-        step_to: the snapshot's step. tokens_to: tokens of the incarnation up to that step.
+    version: that the round made. snapshot: the learner's number for it. step_to: its step. tokens_to: of the
+    incarnation.
     """
 
     incarnation: int

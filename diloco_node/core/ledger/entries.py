@@ -19,7 +19,7 @@ from diloco_node.core.array_codec import ArrayCodecs, Codec
 from diloco_node.core.bounds import CORE_BOUNDS, HASH, INDEX
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.settings_body import SettingsBody
-from diloco_node.core.shapes import OutOfBounds, octets_check, whole_check
+from diloco_node.core.shapes import OutOfBounds, number_check, octets_check
 from diloco_node.core.types import Entry, EntryBody
 from diloco_node.core.unpacking import unpack
 from diloco_node.errors import ProtocolViolation
@@ -51,7 +51,7 @@ _KINDS: Final = {body_type: kind for kind, body_type in _BODY_TYPES.items()}
 _DEPTH_MAX: Final = 6
 """An entry, its round, the members, one of them, its contribution, the norms."""
 
-_INDEX: Final = whole_check(INDEX)
+_INDEX: Final = number_check(INDEX)
 _HASH: Final = octets_check(HASH)
 
 _Plain = int | float | str | bytes | list[Any]

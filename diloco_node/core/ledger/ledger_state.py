@@ -1,7 +1,4 @@
-"""The knowledge of one voter of the ledger: its log, who leads, what is committed, and whose disk holds what.
-
-`raft.LedgerCore` changes it; everybody else reads it here.
-"""
+"""The knowledge of one voter of the ledger: its log, who leads, what is committed, whose disk holds what; read-only."""
 
 from __future__ import annotations
 

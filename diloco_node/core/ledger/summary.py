@@ -16,6 +16,7 @@ Forgotten facts, and why nobody misses them:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -27,7 +28,7 @@ from diloco_node.core.ledger.roster import Roster, lines_fault
 from diloco_node.core.member_kind import Enrolled
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.shapes import LEFT_OUT, OutOfBounds
-from diloco_node.core.types import FinishedBody, GenesisBody, LedgerBase, SnapshotBody
+from diloco_node.core.types import Entry, FinishedBody, GenesisBody, LedgerBase, SnapshotBody
 from diloco_node.core.unpacking import unpack
 from diloco_node.errors import ProtocolViolation
 
@@ -206,6 +207,14 @@ def summed_roster(summary: RunSummary) -> Roster:
         genesis = summary.genesis[0]
         return Roster.of_voters(genesis.regions, dict(zip(genesis.regions, genesis.disks, strict=True)))
     return Roster.of_lines(summary.members, summary.changes, summary.signature)
+
+
+def roster_at(summary: RunSummary | None, entries: Iterable[Entry]) -> Roster:
+    """The members at the last of these entries, which follow the summary."""
+    roster = Roster({}) if summary is None else summed_roster(summary)
+    for entry in entries:
+        roster = roster.after(entry)
+    return roster
 
 
 def _shape_fault(summary: RunSummary, fragments: int) -> str:

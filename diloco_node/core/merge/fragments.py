@@ -62,12 +62,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows [row_start, row_stop) of one tensor, as a part of a fragment.
+    """Rows [row_start, row_stop) of one tensor, as a part of a fragment. tensor: index into `Manifest.tensors`.
 
-    Attributes:
-        tensor: index into `Manifest.tensors`.
-        value_start, value_stop: the same range in the flattened (row-major) tensor.
-        offset: where the piece begins in the fragment's vector.
+    value_start, value_stop: the same range in the flattened (row-major) tensor.
+    offset: where the piece begins in the fragment's vector.
     """
 
     tensor: int

@@ -27,10 +27,8 @@ _NS_PER_MS: Final = 1_000_000
 class LearnerDue:
     """A live, reachable learner as the leader sees it for one fragment.
 
-    Attributes:
-        name: its region.
-        due_at_ns: when the leader learnt that it is due; None if it is not.
-        is_leaving: its machine is about to be taken away: the round in which it is due can't wait for others.
+    due_at_ns: when the leader learnt that it is due; None if it is not.
+    is_leaving: its machine is about to be taken away: the round in which it is due can't wait for others.
     """
 
     name: str

@@ -1,8 +1,4 @@
-"""Numbers of a merge as the leader decides them: weights, clips, coefficients; then share and factors.
-
-The ballots decide who is in the merge (`leader`). The arithmetic is that of `core.merge.numbers`, which every region
-repeats before it takes the entry (`entry_check`).
-"""
+"""Numbers of a merge as the leader decides them, by `core.merge.numbers`: every region repeats that (`entry_check`)."""
 
 from __future__ import annotations
 

@@ -14,10 +14,8 @@ CONNECTIONS_MAX: Final = 64
 
 
 async def listen(runner: web.AppRunner, host: str, port: int) -> asyncio.Server:
-    """Serve a runner's application there; a connection that is one too many is closed. port: 0: a free one.
-
-    Raises OSError: the port can't be bound.
-    """
+    """Serve a runner's application there, on a free port if it is 0; a connection that is one too many is closed.
+    Raises OSError."""
     assert runner.server is not None
     serve = runner.server
 

@@ -10,10 +10,10 @@ import asyncio
 import os
 import socket
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from diloco_node.errors import BindError, ProtocolViolation
-from diloco_node.unix_sockets import Process, peer_process, peer_uid
+from diloco_node.unix_sockets import peer_process, peer_uid
 from diloco_node.wire.learner_link import (
     LENGTH_BYTES,
     LINK_PROTOCOL,
@@ -27,6 +27,9 @@ from diloco_node.wire.learner_link import (
     frame_length,
 )
 
+if TYPE_CHECKING:  # which takes the messages, and must not block
+    from diloco_node.daemon.daemon import Daemon
+
 ATTACH_TIMEOUT_S: Final = 10.0
 """From connect to a whole Attach."""
 
@@ -36,27 +39,11 @@ UNSENT_BYTES_MAX: Final = 4 * 2**20
 CONNECTIONS_MAX: Final = 8
 
 
-class LearnerHandler(Protocol):
-    """The receiver of the learner's messages. All calls are made on the event loop, and must not block it."""
-
-    def rejection_reason(self, attach: Attach, process: Process | None) -> str:
-        """Why this process may not be the learner, for good; empty if it may. The attached learner stays until then."""
-
-    def on_learner_message(self, message: ToDaemon) -> None:
-        """Its messages in the order they were sent. Attach comes once and first.
-
-        The answer to Attach is `LearnerServer.send(Welcome)` or `refuse`, now or later.
-        """
-
-    def learner_detached(self, reason: str) -> None:
-        """Its connection is gone. Also called before the Attach of a newer process that takes its place."""
-
-
 class LearnerServer:
     """Listens on a Unix socket, of mode 0600, for the region's learner, and talks to it; a stale file there is
     replaced."""
 
-    def __init__(self, path: Path, handler: LearnerHandler) -> None:
+    def __init__(self, path: Path, handler: Daemon) -> None:
         self.path = path
         self._handler = handler
         self._server: asyncio.Server | None = None

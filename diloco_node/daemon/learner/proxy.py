@@ -1,8 +1,6 @@
 """The daemon's end of its learner: who is attached, where it stands, its snapshots and the versions offered to it.
 
-Two areas of memory are shared with it. The version area holds the model, fragment after fragment, float32: it is
-written here, and read by the learner between VersionOffered and Applied. The contribution area holds encoded
-contributions: it is written by the learner, and read here after SnapshotReady.
+What lies in the memory that both share, and who writes it when, is in `wire.learner_link`.
 """
 
 from __future__ import annotations

@@ -53,8 +53,7 @@ class SocketCounters:
     Attributes:
         cookie: the kernel's number for it, never used again. fd: its descriptor when it was read.
         local, remote: IP address (IPv4 in its own form, also on a dual-stack socket) and port.
-        bytes_sent: payload, retransmissions included. bytes_retransmitted: the part sent again.
-        bytes_received: payload. segments_sent, segments_received: packets, acknowledgements included.
+        bytes_sent: payload, with bytes_retransmitted. segments_sent, segments_received: acknowledgements included.
         data_segments_sent: those with payload, retransmissions included.
         rtt_min_us: the least round trip of the last minutes, microseconds; 0: not known.
         bytes_acked: payload that the far end has, also behind a lost segment (then to within a segment).
@@ -83,9 +82,7 @@ class SocketCounters:
 class TcpCounters:
     """TCP's counters of a peer's living sockets, both lanes together.
 
-    Attributes:
-        sent_bytes: payload, retransmissions included. retransmitted_bytes: the part that was sent again.
-        rtt_min_ns: the least round trip of any of them in the last minutes; 0: not known.
+    retransmitted_bytes: part of sent_bytes. rtt_min_ns: the least of any of them in the last minutes; 0: not known.
     """
 
     sent_bytes: int
