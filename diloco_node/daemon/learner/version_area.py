@@ -38,6 +38,7 @@ class VersionArea:
         spawn: runs a task. now_ns: monotonic.
 
     Attributes:
+        is_lent: the learner is to write Theta_0, and it has not been read out yet.
         generation: grows whenever a learner attaches or detaches; what was begun in an older one is void.
         offered_at_ns: (fragment, version, monotonic ns) of the last versions that the learner could read.
     """
@@ -51,7 +52,7 @@ class VersionArea:
     generation: int = field(default=0, init=False)
     offered_at_ns: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=OFFERS_KEPT), init=False)
     _has_learner: bool = field(default=False, init=False)
-    _is_lent: bool = field(default=False, init=False)
+    is_lent: bool = field(default=False, init=False)
     # Offered, and not taken yet; its slot is in `_lent_slots` once it is sent. Those that wait are of later versions,
     # or there was no slot.
     _offered: dict[int, OfferVersion] = field(default_factory=dict, init=False)
