@@ -17,7 +17,6 @@ from diloco_node.lab.chaos.demo_processes import DemoFile
 from diloco_node.lab.chaos.executor import UNDONE, FaultExecutor, StruckFault
 from diloco_node.lab.chaos.fault_plan import KINDS, ORDERS, VICTIMS, FaultPlan, PlannedFault, parse_victims, storm
 from diloco_node.lab.chaos.fault_script import read_script, script_text
-from diloco_node.lab.chaos.picture import draw_life
 from diloco_node.lab.chaos.story import RunSample, TimedMerge
 from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.demo.region_processes import RegionProcess, attached_learner
@@ -36,7 +35,6 @@ TOKENS_PLAN_TIMES: Final = 5
 """A storm that ends with a number of tokens is drawn for so many times what they take undisturbed. Then it is calm."""
 
 SCRIPT_NAME: Final = "script.jsonl"
-PICTURE_NAME: Final = "chaos.svg"
 
 
 UNCOMPARED: Final = frozenset(
@@ -205,16 +203,13 @@ class DemoStorm:
     def document(
         self, samples: Sequence[RunSample], merges: Sequence[TimedMerge] | None, training: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The report's field `chaos`; draws the picture too, if all merges are known (else None)."""
+        """The report's field `chaos`; what merges tell of single regions is None where not all are known any more."""
         faults = [fault for fault in self._strikes if not fault.is_missed and not fault.is_order]
         counts = Counter((fault.fault.kind, fault.fault.target.part) for fault in faults)
         end_ns = int(training["seconds"] * NS_PER_S)
-        lives: dict[str, Any] = dict.fromkeys(("rejoin", "seconds_of", "goodput_there", "picture"))
+        lives: dict[str, Any] = dict.fromkeys(("rejoin", "seconds_of", "goodput_there"))
         if merges is not None:
             spans = {name: story.life(name, samples, merges, end_ns=end_ns) for name in self._names}
-            title = f"{len(self._names)} regions, {sum(counts.values())} faults in {training['seconds']:.0f} s"
-            picture = self._folder / PICTURE_NAME
-            picture.write_text(draw_life(title, spans, merges, self._strikes, end_ns=end_ns))
             lives = {
                 "rejoin": story.rejoins(self._strikes, samples, merges),
                 "seconds_of": (seconds_of := {name: _seconds_of(lives_of) for name, lives_of in spans.items()}),
@@ -223,7 +218,6 @@ class DemoStorm:
                 else story.goodput_there(
                     training, self._baseline, {name: states["dead"] for name, states in seconds_of.items()}
                 ),
-                "picture": str(picture.resolve()),
             }
         is_drawn = self._options.has_chaos
         return {
@@ -325,8 +319,9 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
                 f"held-out loss      {loss['own']:.4f} at {loss['tokens']:,} tokens, undisturbed "
                 f"{loss['undisturbed']:.4f} at {loss['undisturbed_tokens']:,}: {loss['change']:+.2%}"
             )
-    unknown = "none: the ledger is summed up, so which learner was in which merge is not known any more"
-    return [*lines, f"picture            {chaos['picture'] or unknown}"]
+    if chaos["seconds_of"] is None:
+        lines.append("regions            unknown: the ledger is summed up, so which learner was in which merge is, too")
+    return lines
 
 
 def _percent(share: float | None) -> str:
