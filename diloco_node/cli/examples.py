@@ -51,7 +51,7 @@ EXAMPLES: Final = {
     "config set": "diloco-node config set rounds.sync_every=32 rounds.overlap_steps=4 us-east",
     "simulate run": "diloco-node simulate run --seed 7",
     "simulate hunt": "diloco-node simulate hunt --seeds 1..1000 --jobs 8",
-    "wan up": "diloco-node wan up netem/us-4.toml --probe",
+    "wan up": "diloco-node wan up netem/us-4.toml",
     "wan down": "diloco-node wan down",
     "wan cut": "diloco-node wan cut us-west --from us-east --one-way out",
     "wan heal": "diloco-node wan heal us-west",

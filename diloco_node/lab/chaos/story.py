@@ -17,6 +17,7 @@ from typing import Any, Final
 from diloco_node.core.types import Entry, RoundBody
 from diloco_node.lab.chaos.executor import StruckFault
 from diloco_node.lab.chaos.fault_plan import VICTIMS
+from diloco_node.lab.wan.topology import Outage
 from diloco_node.numeric import NS_PER_S
 
 MINUTE_NS: Final = 60 * NS_PER_S
@@ -344,6 +345,33 @@ def rejoins(
                 "never": never,
             }
     return documents
+
+
+def outage_document(outage: Outage, samples: Sequence[RunSample], merges: Sequence[TimedMerge]) -> dict[str, Any]:
+    """Build the report's field `outage`: what a region that was cut off did alone, and when it was merged again.
+
+    Args:
+        outage: a cut of one region from all others. samples: some before and after it.
+    """
+    name, end_ns = outage.scope.region, outage.at_ns + outage.for_ns
+    inside = [sample for sample in samples if outage.at_ns <= sample.at_ns <= end_ns]
+    steps = [sample.regions[name].step for sample in inside] or [0]
+    rounds = [
+        max((region.rounds for peer, region in sample.regions.items() if peer != name), default=0) for sample in inside
+    ] or [0]
+    returns = (
+        merge.at_ns - end_ns
+        for merge in merges
+        if merge.at_ns > end_ns and name in merge.members and merge.members[name].step_to > steps[-1]
+    )
+    back_ns = next(returns, None)
+    return {
+        "region": name,
+        "seconds": outage.for_ns / NS_PER_S,
+        "inner_steps": steps[-1] - steps[0],
+        "commits_of_others": rounds[-1] - rounds[0],
+        "seconds_to_merge": None if back_ns is None else back_ns / NS_PER_S,
+    }
 
 
 def life(region: str, samples: Sequence[RunSample], merges: Sequence[TimedMerge], *, end_ns: int) -> list[LifeSpan]:

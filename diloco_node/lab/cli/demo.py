@@ -34,9 +34,6 @@ def demo(
         Path | None, typer.Option("--wan", metavar="FILE", help="Run in an emulated WAN, such as netem/us-4.toml.")
     ] = None,
     has_outage: Annotated[bool, typer.Option("--outage", help="With --wan: cut one region off for a while.")] = False,
-    wan_backend: Annotated[
-        str, typer.Option("--wan-backend", metavar="NAME", help="auto, tun or none.", show_default=False)
-    ] = "auto",
     budget: Annotated[
         str, typer.Option("--budget", metavar="RATE", help="What each region may send, and receive: 20Mbit/s.")
     ] = "",

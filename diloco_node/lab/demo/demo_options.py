@@ -24,7 +24,6 @@ class DemoOptions:
     is_json: bool = False
     seed: int = 0
     wan: Path | None = None
-    wan_backend: str = "auto"
     has_outage: bool = False
     budget: str = ""
     has_chaos: bool = False

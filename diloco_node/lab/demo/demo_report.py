@@ -122,14 +122,13 @@ def build_report(
     *,
     former: Sequence[str] = (),
     wan: dict[str, Any] | None = None,
-    outage: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The demo's report, one JSON object; the fields are described in docs/lab/demo.md.
 
     Args:
         folder: with one folder per region, all daemons ended. regions: the members at the end.
         former: regions that have left before.
-        wan, outage: what a demo on an emulated WAN adds (see `lab.demo.demo_wan`); None without one.
+        wan: what a demo on an emulated WAN adds (see `lab.demo.demo_wan`); None without one.
 
     Raises StorageError: something that a finished run has is missing or damaged.
     """
@@ -163,7 +162,6 @@ def build_report(
         "equal_digests": len(digests) == 1 and None not in digests,
         "val_loss_global": max(global_losses) if global_losses else None,
         "wan": wan,
-        "outage": outage,
         "budget": _budget(reports),
         "folder": str(folder.resolve()),
     }

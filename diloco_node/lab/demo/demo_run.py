@@ -26,7 +26,7 @@ from diloco_node.lab.chaos import story
 from diloco_node.lab.demo.course import CourseRecorder
 from diloco_node.lab.demo.demo_options import CONTEXT, DemoOptions
 from diloco_node.lab.demo.demo_report import budget_lines, build_report, read_merges
-from diloco_node.lab.demo.demo_wan import DemoOutage, DemoWan, wan_lines
+from diloco_node.lab.demo.demo_wan import DemoWan, wan_lines
 from diloco_node.lab.demo.keeping import RegionKeeper
 from diloco_node.lab.demo.live import LiveView
 from diloco_node.lab.demo.mix import parse_mix
@@ -57,9 +57,6 @@ BATCH: Final = 8
 EVALUATION: Final = "eval_windows = 256\n"
 """Two runs of the demo are compared to a percent. On 64 windows of as little context they differ by another percent
 than on 1,024; on 256 by 0.3 % more or less. A measurement takes 0.25 s, each 20 s."""
-
-OUTAGE_EVALUATION: Final = f"eval_every = {SYNC_EVERY}\neval_windows = 32\n"
-"""With an outage the held-out loss is measured once in a cycle, to see what the return does to it."""
 
 STEP_SECONDS: Final = 0.1
 """Inner steps are paced: the learning-rate schedule can be laid out for the time asked for, and regions share a machine
@@ -135,7 +132,6 @@ class Demo:
         names = NAMES[: options.regions or REGIONS_DEFAULT] if self.wan is None else self.wan.names
         self.names = sorted(names)
         self.mix = parse_mix(options.speeds, options.batches, self.names, ranks=options.ranks, shards=options.shards)
-        self.outage: DemoOutage | None = None
         self.step_s = parse_option("--step-time", options.step_time, _step_seconds)
         self.settings = comparable(options, self.names, step_seconds=self.step_s)
         per_second = self.mix.tokens_per_second(self.step_s, len(self.names), batch=BATCH, context=CONTEXT)
@@ -167,7 +163,7 @@ class Demo:
         with LiveView(title, is_quiet=self.options.is_json) as view:
             try:
                 if self.wan is not None:
-                    await self.wan.up(view.line)
+                    await self.wan.up(self.folder, view.line)
                 self.prepare()
                 async with dashboard_server(MergedRegions(lambda: targets_in(str(self.folder))), 0) as url:
                     view.line(f"dashboard {url}")
@@ -187,7 +183,6 @@ class Demo:
             self.members_now,
             former=sorted({*self.names_ever} - {*self.members_now}),
             wan=self.wan.report() if self.wan is not None else None,
-            outage=self.outage.document if self.outage is not None else None,
         )
         self.add_course(report)
         report["page"] = str((self.folder / PAGE_NAME).resolve())
@@ -223,7 +218,10 @@ class Demo:
         report |= {
             "training": training,
             "chaos": self.storm.document(samples, merges, training) if self.storm is not None else None,
+            "outage": None,
         }
+        if self.options.has_outage and self.wan is not None:
+            report["outage"] = story.outage_document(self.wan.topology.outages[0], samples, merges or ())
 
     def prepare(self) -> None:
         """Certificates and run.toml; the settings a user would write by hand."""
@@ -240,7 +238,7 @@ class Demo:
             if self.options.tokens
             else max(50, int(self.options.seconds / self.mix.median_step_seconds(self.step_s))),
             step_ms=round(self.step_s * 1000),
-            evaluation=OUTAGE_EVALUATION if self.options.has_outage else EVALUATION,
+            evaluation=EVALUATION,
             sync_every=SYNC_EVERY,
             data=json.dumps([str(Path(path).resolve()) for path in self.options.data]),
         )
@@ -272,12 +270,12 @@ class Demo:
         self.course.begin()
         goal = f"{self.options.tokens:,} tokens" if self.options.tokens else f"{self.options.seconds:.0f} s of training"
         view.line(f"all regions train after {trains_s - started_s:.1f} s; {goal}")
-        # Until the end: a region that came back late may hold the same bytes as the others only after the last rounds.
-        async with self._outages(view):
-            async with self._stormy(view):
-                await self.watch(view, trains_s, until=lambda: self.is_trained(trains_s), limit_s=None)
-            if not self.interrupted.is_set():
-                await self.finish(view, trains_s)
+        if self.wan is not None:
+            await self.wan.start_timetable()
+        async with self._stormy(view):
+            await self.watch(view, trains_s, until=lambda: self.is_trained(trains_s), limit_s=None)
+        if not self.interrupted.is_set():
+            await self.finish(view, trains_s)
 
     def is_trained(self, trains_s: float) -> bool:
         """The time is over and orders are done; or so much is merged that a storm must end: the run ends by itself."""
@@ -309,20 +307,6 @@ class Demo:
     def _is_given_up(self) -> bool:
         keeper = self.keeper
         return self.interrupted.is_set() or (keeper is not None and bool(keeper.end_reasons.keys() - keeper.leaving))
-
-    @contextlib.asynccontextmanager
-    async def _outages(self, view: LiveView) -> AsyncIterator[None]:
-        """The training with its outages beside it: the file's timetable, or the one of --outage."""
-        if self.wan is None:
-            yield
-            return
-        await self.wan.start_timetable()
-        if not self.options.has_outage:
-            yield
-            return
-        self.outage = DemoOutage(self.wan, self.regions, view.line, cycle_steps=SYNC_EVERY)
-        async with self.beside(self.outage.run(self.options.seconds), "outage"):
-            yield
 
     @contextlib.asynccontextmanager
     async def _stormy(self, view: LiveView) -> AsyncIterator[None]:
@@ -367,7 +351,8 @@ class Demo:
         Raises DilocoError: a region ended too early, the limit is reached, or what goes on beside the training failed.
         """
         # The time that it takes to merge so many tokens is compared with a storm's.
-        poll_s = POLL_S if self.storm is None and not self.options.tokens else STORM_POLL_S
+        is_calm = self.storm is None and not self.options.tokens and not self.options.has_outage
+        poll_s = POLL_S if is_calm else STORM_POLL_S
         while not self.interrupted.is_set() and not until():
             elapsed_s = time.monotonic() - started_s
             if limit_s is not None and elapsed_s > limit_s:

@@ -1,4 +1,4 @@
-"""Present state of the links: the topology, with cuts and changes on top. Pure; both back-ends obey it."""
+"""Present state of the links: the topology, with cuts and changes on top. Pure; router and containers obey it."""
 
 from __future__ import annotations
 

@@ -24,11 +24,13 @@ from diloco_node.lab.chaos.story import (
     loss_at,
     loss_course,
     merged_at_ns,
+    outage_document,
     rejoin_ns,
     rejoins,
     timed_merges,
     training,
 )
+from diloco_node.lab.wan.topology import Outage, Scope
 from diloco_node.numeric import NS_PER_S
 
 S = NS_PER_S
@@ -329,3 +331,22 @@ def test_goodput_of_the_time_in_which_learners_were_there() -> None:
     assert goodput_there(training, baseline, {"a": 0.0}) is None
     assert goodput_there(training, baseline, {"a": 50.0, "b": 50.0}) is None
     assert goodput_there(training, baseline | {"tokens_merged_of": None}, {}) is None
+
+
+def test_an_outage_is_told_by_what_the_region_did_alone_and_by_its_next_merge() -> None:
+    up = RegionSample(True, True, incarnation=1)
+    samples = [
+        RunSample(at * S, {"a": replace(up, rounds=2 * at, step=10 * at), "b": replace(up, step=7 * at)})
+        for at in range(10)
+    ]
+    outage = Outage(2 * S, 3 * S, Scope("b"))
+    merges = [
+        TimedMerge(4 * S, {"a": MergeMember(1, 40, 1.0)}),
+        TimedMerge(6 * S, {"b": MergeMember(1, 35, 1.0)}),  # steps that it had sent before
+        TimedMerge(7 * S, {"a": MergeMember(1, 60, 1.0), "b": MergeMember(1, 36, 1.0)}),
+    ]
+    assert outage_document(outage, samples, merges) == {
+        "region": "b", "seconds": 3.0, "inner_steps": 21, "commits_of_others": 6, "seconds_to_merge": 2.0
+    }  # fmt: skip
+    assert outage_document(outage, samples, merges[:2])["seconds_to_merge"] is None
+    assert outage_document(outage, [], [])["inner_steps"] == 0

@@ -164,7 +164,7 @@ UNCOMPARED = (
 """Their values may differ: names of regions and seconds of a step are compared, and the others change no figure."""
 
 OTHER_VALUES: dict[str, Any] = {
-    "seconds": 61, "tokens": 50_000, "data": ("/text",), "seed": 5, "wan": Path("/us-4.toml"), "wan_backend": "tun",
+    "seconds": 61, "tokens": 50_000, "data": ("/text",), "seed": 5, "wan": Path("/us-4.toml"),
     "has_outage": True, "budget": "1Mbit/s", "speeds": "1,2,2", "batches": "8,8,4", "ranks": "2,1,1",
     "shards": "fsdp,none,none",
 }  # fmt: skip
