@@ -37,11 +37,10 @@ def show(document: Mapping[str, Any]) -> None:
 
 def latency_table(document: Mapping[str, Any]) -> Any:
     """Rows of `measure latency`."""
-    table = _table("load", "probes", "unanswered", "min", "p50", "p99", "max", "jitter", "retrans.", "TCP min")
+    table = _table("probes", "unanswered", "min", "p50", "p99", "max", "jitter", "retrans.", "TCP min")
     for row in document["rows"]:
         least = row["tcp_rtt_min_seconds"]
         table.add_row(
-            row["load"],
             str(row["answered"] + row["unanswered"]),
             str(row["unanswered"]),
             *(_ms(row[f"{name}_seconds"]) for name in ("min", "p50", "p99", "max", "jitter")),
@@ -104,7 +103,7 @@ def mesh_table(document: Mapping[str, Any]) -> Any:
 
 
 def _table(*columns: str) -> Any:
-    text = {"load", "from", "to"}
+    text = {"from", "to"}
     return plain_table(*((name, "left" if name in text else "right") for name in columns), is_wrapping=False)
 
 
