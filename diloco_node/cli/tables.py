@@ -8,16 +8,9 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from diloco_node.health.reading import duration, number, rows, section, text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-PIPED_COLUMNS: Final = 100
-"""rich takes 80 where there is no terminal, and would cut the tables."""
 
 UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 COLUMNS: Final = ("region", "role", "step", "loss", "tokens/s", "rounds", "versions", "sent", "received", "now")
@@ -38,23 +31,6 @@ def output_width() -> int | None:
     """Width of standard output in characters; None: a pipe, whose lines stay whole to be searched. Obeys `COLUMNS`."""
     is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
     return shutil.get_terminal_size().columns if is_sized else None
-
-
-def table_console() -> Console:
-    """Standard output, as wide as the terminal; `COLUMNS` is obeyed."""
-    from rich.console import Console
-
-    return Console(width=output_width() or PIPED_COLUMNS)
-
-
-def plain_table(*columns: tuple[str, str], is_wrapping: bool = True) -> Table:
-    """A table without lines. Columns are (name, "left" or "right")."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in columns:
-        table.add_column(name, justify="left" if justify == "left" else "right", no_wrap=not is_wrapping)
-    return table
 
 
 def human_bytes(count: float) -> str:

@@ -96,9 +96,8 @@ def plan(
     if as_json:
         typer.echo(json.dumps(document(result, origins), indent=1))
     else:
-        from diloco_node.cli.tables import table_console
-
-        table_console().print(render(result, origins))
+        for line in render(result, origins):
+            typer.echo(line)
     if result.network.has_limits and not result.fits:
         raise typer.Exit(1)
 

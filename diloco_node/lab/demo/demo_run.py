@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import datetime as dt
 import json
-import shutil
 import signal
 import sys
 import time
@@ -18,7 +17,7 @@ from diloco_node.cli.options import parse_option
 from diloco_node.cli.page.merged import MergedRegions, dashboard_server
 from diloco_node.cli.page.page_report import PAGE_NAME, write_page
 from diloco_node.cli.places import targets_in
-from diloco_node.cli.tables import human_bytes, plain_table, region_cells
+from diloco_node.cli.tables import human_bytes, region_cells, table_lines
 from diloco_node.config.budget_settings import parse_ceiling
 from diloco_node.config.units import parse_duration
 from diloco_node.errors import INTERRUPTED_CODE, ConfigError, DilocoError
@@ -390,28 +389,20 @@ def _check(task: asyncio.Task[None]) -> None:
 
 def print_report(report: dict[str, Any]) -> None:
     """The report for people."""
-    from rich.console import Console
-
-    # Wide enough for the table also where the output goes into a file.
-    console = Console(width=max(110, shutil.get_terminal_size().columns))
     figures = ("steps", "tokens", "loss first", "last", "held-out", "participation", "sent", "received")
-    table = plain_table(("region", "left"), *((name, "right") for name in figures))
-    for region in report["regions"]:
-        table.add_row(
+    rows = [
+        (
             region["name"],
             f"{region['inner_steps']}",
             f"{region['tokens']:,}",
-            _loss(region["loss_first"]),
-            _loss(region["loss_last"]),
-            _loss(region["val_loss"]),
+            *(_loss(region[key]) for key in ("loss_first", "loss_last", "val_loss")),
             f"{region['participation']:.1%}",
-            human_bytes(region["wire_bytes_out"]),
-            human_bytes(region["wire_bytes_in"]),
+            *(human_bytes(region[f"wire_bytes_{way}"]) for way in ("out", "in")),
         )
-    console.print("What each region did")
-    console.print(table)
-    for line in report_lines(report):  # one line each, however narrow the terminal
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        for region in report["regions"]
+    ]
+    table = table_lines([("region", "left"), *((name, "right") for name in figures)], rows)
+    sys.stdout.write("\n".join(["What each region did", *table, *report_lines(report)]) + "\n")
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
