@@ -57,13 +57,6 @@ def run_demo(file: Path, folder: Path, seconds: int) -> dict[str, Any]:
 
 def check_what_always_holds(report: dict[str, Any]) -> None:
     """However busy the machine was."""
-    wan = report["wan"]
-    assert len(wan["pairs"]) == 6
-    for pair in wan["pairs"]:  # nothing is faster than the file says; how near it is, is test_wan_emulation's
-        assert pair["rtt_ms"] == 40
-        assert pair["rtt_measured_ms"] is None or pair["rtt_measured_ms"] >= 39.5
-        rate = pair["goodput_bits_per_s"]
-        assert rate is None or 0 < rate < 1.5 * pair["rate_bits_per_s"]
     assert report["equal_digests"]
     assert report["tokens"]["balanced"], report["tokens"]["faults"]
 

@@ -176,19 +176,6 @@ def status(*, name: NameOption = None, as_json: JsonOption = False) -> None:
             typer.echo(line)
 
 
-@app.command()
-def measure(*, name: NameOption = None, as_json: JsonOption = False) -> None:
-    """Measure round trip and goodput of all pairs by `measure`, beside the file's; some two seconds a pair."""
-    from diloco_node.lab.wan import emulation
-    from diloco_node.lab.wan.pair_measurement import measure_pairs, pair_line
-
-    _need_root()
-    state = emulation.find(name)
-    pairs = measure_pairs(state.topology(), state.places())
-    for line in [json.dumps({"pairs": pairs})] if as_json else map(pair_line, pairs):
-        typer.echo(line)
-
-
 def _send(verb: str, region: str, peer: str, one_way: str, *, name: str | None, as_json: bool, **values: Any) -> None:
     from diloco_node.lab.wan import emulation
 

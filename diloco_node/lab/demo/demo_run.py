@@ -24,7 +24,7 @@ from diloco_node.errors import INTERRUPTED_CODE, ConfigError, DilocoError
 from diloco_node.lab.chaos import story
 from diloco_node.lab.demo.course import CourseRecorder
 from diloco_node.lab.demo.demo_options import CONTEXT, DemoOptions
-from diloco_node.lab.demo.demo_report import budget_lines, build_report, read_merges
+from diloco_node.lab.demo.demo_report import build_report, read_merges
 from diloco_node.lab.demo.demo_wan import DemoWan, wan_lines
 from diloco_node.lab.demo.keeping import RegionKeeper
 from diloco_node.lab.demo.live import LiveView
@@ -425,7 +425,6 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         f"data               {_data_text(report['data'])}",
         f"learners blocked   {report['learner_blocked_seconds']:.2f} s in all, over all regions",
         *(wan_lines(report) if report["wan"] is not None else ()),
-        *budget_lines(report),
         *(storm_lines(report) if report["chaos"] is not None else ()),
         f"folder             {report['folder']}",
         f"page               {report['page']}",

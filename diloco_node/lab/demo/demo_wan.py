@@ -1,11 +1,11 @@
-"""The WAN of a demo: brought up, measured before the training, and its part of the report."""
+"""The WAN of a demo: brought up, and its part of the report."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,6 @@ from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.wan import emulation
 from diloco_node.lab.wan.emulation_state import EmulationState
 from diloco_node.lab.wan.namespaces import Place
-from diloco_node.lab.wan.pair_measurement import measure_pairs, pair_line
 from diloco_node.lab.wan.topology import Topology, load_topology, parse_topology
 
 OUTAGE_FROM: Final = 0.4
@@ -48,7 +47,6 @@ class DemoWan:
             raise ConfigError(f"--wan: no WAN can be emulated here: {fault}")
         self._state: EmulationState | None = None
         self._places: dict[str, Place] = {}
-        self._pairs: list[dict[str, Any]] = []
         self._carried: dict[str, Any] = {}
         self._seed = options.seed
 
@@ -62,7 +60,7 @@ class DemoWan:
         return self._places[region]
 
     async def up(self, folder: Path, say: Callable[[str], None]) -> None:
-        """Make it and measure it: seconds. folder: gets a copy of the topology, with the outage."""
+        """Make it. folder: gets a copy of the topology, with the outage."""
         say(f"wan {self._file}: user-space router on tun devices")
         file = await asyncio.to_thread(self._copy, folder)
         self._state = await asyncio.to_thread(
@@ -75,8 +73,6 @@ class DemoWan:
             seed=self._seed,
         )
         self._places = {place.region: place for place in self._state.places()}
-        self._pairs = await asyncio.to_thread(measure_pairs, self.topology, list(self._places.values()))
-        say(f"wan measured before training: {_worst(self._pairs)}")
 
     def _copy(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +97,6 @@ class DemoWan:
         """The report's field `wan`."""
         return {
             "file": str(self._file),
-            "pairs": self._pairs,
             "carried": {key: value for key, value in self._carried.items() if key not in ("pid", "log", "conditions")},
             "timetable": [
                 {
@@ -114,19 +109,6 @@ class DemoWan:
         }
 
 
-def _worst(pairs: Sequence[Mapping[str, Any]]) -> str:
-    """The largest round trip and the least goodput, relative to the file's figures."""
-    reachable = [pair for pair in pairs if pair["rtt_measured_ms"] is not None]
-    if not reachable:
-        return f"none of {len(pairs)} pairs could be measured"
-    trips = max((pair["rtt_measured_ms"] / pair["rtt_ms"] - 1 for pair in reachable if pair["rtt_ms"]), default=0.0)
-    goodput = min(pair["goodput_bits_per_s"] / pair["rate_bits_per_s"] for pair in reachable)
-    return (
-        f"in {len(reachable)} of {len(pairs)} pairs round trips are at most {trips:+.1%} off the file, goodput is at "
-        f"least {goodput:.0%} of the rate"
-    )
-
-
 def _outage_text(region: str, seconds: float) -> str:
     """A line of the timetable that cuts a region off in the middle of so long a training."""
     at_ms, for_ms = (round(1000 * part * seconds) for part in (OUTAGE_FROM, OUTAGE_UNTIL - OUTAGE_FROM))
@@ -136,7 +118,7 @@ def _outage_text(region: str, seconds: float) -> str:
 def wan_lines(report: dict[str, Any]) -> list[str]:
     """The fields `wan` and `outage` for people."""
     wan, outage = report["wan"], report["outage"]
-    lines = [f"wan                {wan['file']}", *map(pair_line, wan["pairs"])]
+    lines = [f"wan                {wan['file']}"]
     if outage is not None:
         after = outage["seconds_to_merge"]
         lines.append(

@@ -314,7 +314,7 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
             f"goodput            {_percent(comparison['goodput'])} of the tokens a second that the undisturbed run "
             "merged"
         )
-        if loss["change"] is not None:
+        if loss is not None:
             lines.append(
                 f"held-out loss      {loss['own']:.4f} at {loss['tokens']:,} tokens, undisturbed "
                 f"{loss['undisturbed']:.4f} at {loss['undisturbed_tokens']:,}: {loss['change']:+.2%}"

@@ -190,13 +190,6 @@ class TestReal:
 
         made = tell("up", str(file), "--name", name)
         assert [region["name"] for region in made["regions"]] == ["a", "b"]
-        pairs = tell("measure", "--name", name)["pairs"]
-        assert len(pairs) == 2
-        for pair in pairs:  # how near they are to the file is test_wan_emulation's
-            assert (pair["rtt_ms"], pair["rate_bits_per_s"], pair["loss"]) == (20.0, 50_000_000, 0.0)
-            assert pair["rtt_measured_ms"] > 19.5
-            assert 0 < pair["goodput_bits_per_s"] < 1.5 * pair["rate_bits_per_s"]
-            assert pair["probes"] > pair["unanswered"] >= 0
         assert tell("cut", "a", "--from", "b", "--one-way", "in", "--name", name)["conditions"] == ["cut a <- b"]
         assert tell("set", "b", "--delay", "30ms", "--loss", "1%", "--rate", "1Mbit/s", "--name", name)[
             "conditions"
