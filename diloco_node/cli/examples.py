@@ -56,7 +56,7 @@ EXAMPLES: Final = {
     "wan heal": "diloco-node wan heal us-west",
     "wan set": "diloco-node wan set us-west --delay 80ms --loss 1%",
     "wan status": "diloco-node wan status",
-    "chaos strike": "diloco-node chaos strike pause us-east.daemon --for 10s",
+    "chaos strike": "diloco-node chaos strike pause us-east.daemon --for 10s --folder runs/demo",
     "measure serve": "diloco-node measure serve --region us-west",
     "measure latency": "diloco-node measure latency us-west",
     "measure bandwidth": "diloco-node measure bandwidth us-west --reverse --seconds 10",

@@ -47,12 +47,6 @@ def demo(
             "--notice", metavar="TIME", help="With --chaos: machines are taken away, with so much notice, such as 30s."
         ),
     ] = "",
-    victims: Annotated[
-        str,
-        typer.Option(
-            "--victims", metavar="NAMES", help="With --chaos: of daemon,learner,supervisor,region [default: all]."
-        ),
-    ] = "",
     script: Annotated[
         Path | None,
         typer.Option(

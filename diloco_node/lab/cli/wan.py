@@ -65,14 +65,14 @@ def down(
     """Remove an emulation: its keeper, namespaces and files, also after a crash. Nothing else is touched."""
     from diloco_node.lab.wan import emulation
     from diloco_node.lab.wan import emulation_state as state
-    from diloco_node.lab.wan.namespaces import PROBE, match_run
+    from diloco_node.lab.wan.namespaces import PROBE
 
     _need_root()
     run_names = state.runs()
     if everything:
         chosen_names = run_names
     elif name is not None:
-        chosen_names = [match_run(name, run_names) or name]
+        chosen_names = [name]
     elif len(lasting := [run for run in run_names if not run.startswith(PROBE)]) <= 1:
         chosen_names = lasting
     else:

@@ -29,7 +29,6 @@ class DemoOptions:
     has_chaos: bool = False
     mtbf: str = ""
     notice: str = ""
-    victims: str = ""
     script: Path | None = None
     baseline: Path | None = None
     step_time: str = ""

@@ -104,8 +104,8 @@ def run_demo(options: DemoOptions) -> int:
     """Run it; the exit code. Everything that is made lies in one folder, which the report names."""
     if options.has_outage and options.wan is None:
         raise ConfigError("--outage cuts an emulated WAN: add --wan netem/us-4.toml")
-    if not options.has_chaos and (options.victims or options.mtbf or options.notice):
-        raise ConfigError("--mtbf, --notice and --victims belong to a storm: add --chaos")
+    if not options.has_chaos and (options.mtbf or options.notice):
+        raise ConfigError("--mtbf and --notice belong to a storm: add --chaos")
     if options.baseline and not (options.has_chaos or options.script):
         raise ConfigError("--baseline is what a storm or a script is compared with: add --chaos, or --script FILE")
     if options.has_outage and options.tokens:
@@ -159,21 +159,21 @@ class Demo:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.interrupted.set)
         title = f"diloco-node demo: {len(self.names)} regions"
-        with LiveView(title, is_quiet=self.options.is_json) as view:
+        view = LiveView(title, is_quiet=self.options.is_json)
+        try:
+            if self.wan is not None:
+                await self.wan.up(self.folder, view.line)
+            self.prepare()
+            async with dashboard_server(MergedRegions(lambda: targets_in(str(self.folder))), 0) as url:
+                view.line(f"dashboard {url}")
+                await self._train(view)
+        finally:
             try:
-                if self.wan is not None:
-                    await self.wan.up(self.folder, view.line)
-                self.prepare()
-                async with dashboard_server(MergedRegions(lambda: targets_in(str(self.folder))), 0) as url:
-                    view.line(f"dashboard {url}")
-                    await self._train(view)
+                if self.keeper is not None:
+                    await self.keeper.stop()
             finally:
-                try:
-                    if self.keeper is not None:
-                        await self.keeper.stop()
-                finally:
-                    if self.wan is not None:
-                        await self.wan.down()
+                if self.wan is not None:
+                    await self.wan.down()
         if self.interrupted.is_set():
             sys.stderr.write(f"diloco-node: interrupted; what there is lies in {self.folder}\n")
             return INTERRUPTED_CODE

@@ -15,7 +15,7 @@ from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.lab.chaos import story
 from diloco_node.lab.chaos.demo_processes import DemoFile
 from diloco_node.lab.chaos.executor import UNDONE, FaultExecutor, StruckFault
-from diloco_node.lab.chaos.fault_plan import KINDS, ORDERS, VICTIMS, FaultPlan, PlannedFault, parse_victims, storm
+from diloco_node.lab.chaos.fault_plan import KINDS, ORDERS, VICTIMS, FaultPlan, PlannedFault, storm
 from diloco_node.lab.chaos.fault_script import read_script, script_text
 from diloco_node.lab.chaos.story import RunSample, TimedMerge
 from diloco_node.lab.demo.demo_options import DemoOptions
@@ -38,7 +38,7 @@ SCRIPT_NAME: Final = "script.jsonl"
 
 
 UNCOMPARED: Final = frozenset(
-    {"regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "victims", "script", "baseline", "step_time"}
+    {"regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "script", "baseline", "step_time"}
 )
 """Options that a demo and its baseline need not share: how many regions (their names are compared), where each is kept,
 how it is shown, and what strikes it; `step_seconds` stands for the step time. All other options are compared."""
@@ -130,9 +130,6 @@ class DemoStorm:
                 raise ConfigError(f"--chaos is calm for the last {CALM_S:.0f} s: take more --seconds than that")
         self._mtbf = parse_option("--mtbf", options.mtbf or MTBF_DEFAULT, parse_duration)
         self._notice_ns = parse_option("--notice", options.notice, parse_duration).ns if options.notice else 0
-        if options.notice and options.victims:
-            raise ConfigError("--notice is given to whole machines: leave --victims out")
-        self._victims = parse_option("--victims", options.victims, parse_victims) if options.victims else VICTIMS
         script = FaultPlan(()) if options.script is None else read_script(options.script, names)
         self.plan = script.until(end_ns)
         sure_ns = end_ns
@@ -152,7 +149,6 @@ class DemoStorm:
                 seed=options.seed,
                 mtbf_ns=self._mtbf.ns,
                 end_ns=end_ns,
-                victims=self._victims,
                 notice_ns=self._notice_ns,
                 script=self.plan,
             )
@@ -224,7 +220,6 @@ class DemoStorm:
             "seed": self._options.seed if is_drawn else None,
             "notice_seconds": self._notice_ns / NS_PER_S or None,
             "mtbf_seconds": self._mtbf.ns / NS_PER_S if is_drawn else None,
-            "victims": list(self._victims) if is_drawn else None,
             "script": str(self._options.script or self._folder / SCRIPT_NAME),
             "calm_seconds": None if self._options.tokens else CALM_S,
             "calm_tokens": self.calm_tokens if self._options.tokens else None,
@@ -269,7 +264,9 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
     )
     notice_s = chaos["notice_seconds"]
     kind = f"a notice of {notice_s:g} s" if notice_s else "a kill"
-    source = f"seed {chaos['seed']}, {kind} per {chaos['mtbf_seconds']:g} s" if chaos["victims"] else chaos["script"]
+    source = (
+        f"seed {chaos['seed']}, {kind} per {chaos['mtbf_seconds']:g} s" if chaos["mtbf_seconds"] else chaos["script"]
+    )
     orders = [fault for fault in chaos["faults"] if "refused" in fault]
     calm = f"{chaos['calm_tokens']:,} tokens" if chaos["calm_seconds"] is None else f"{chaos['calm_seconds']:.0f} s"
     lines = [

@@ -19,7 +19,6 @@ from diloco_node.lab.wan.namespaces import (
     PROBE,
     create,
     end_processes,
-    match_run,
     namespaces_of,
     processes_in,
     remove,
@@ -167,10 +166,9 @@ def find(run: str | None) -> EmulationState:
             hint = "name one with --name" if run_names else "start one: diloco-node wan up netem/us-4.toml"
             raise ConfigError(f"emulations on this machine: {there}; {hint}")
         run = run_names[0]
-    match = match_run(run, run_names)
-    if match is None:
+    if run not in run_names:
         raise ConfigError(f"no emulation {run}; there are: {', '.join(run_names) or 'none'}")
-    return EmulationState.load(state_file(match))
+    return EmulationState.load(state_file(run))
 
 
 def command(state: EmulationState, order: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def test_the_report_says_what_became_of_each_order(tmp_path: Path) -> None:
     merges = [TimedMerge(20 * S, {name: MergeMember(1, 1, 200.0) for name in "abcd"})]
     done = training(samples, merges, regions="abcd", end_ns=60 * S, final=(600, 2.5))
     chaos = storm.document(samples, merges, done)
-    assert (chaos["struck"], chaos["missed"], chaos["seed"], chaos["victims"]) == ({}, 0, None, None)
+    assert (chaos["struck"], chaos["missed"], chaos["seed"], chaos["mtbf_seconds"]) == ({}, 0, None, None)
     assert chaos["seconds_of"]["d"]["no member"] == 15.0
     text = "\n".join(storm_lines({"training": done, "chaos": chaos}))
     assert "at 10.0            join d: done after 4.0 s" in text
@@ -144,9 +144,7 @@ def test_an_order_that_would_never_be_given_is_refused(tmp_path: Path) -> None:
         ({"mtbf": "often"}, "--mtbf"),
         ({"mtbf": "0s"}, "above zero"),
         ({"mtbf": "1us"}, "longer mean time"),
-        ({"victims": "learner,leader"}, "--victims"),
         ({"notice": "soon"}, "--notice"),
-        ({"notice": "30s", "victims": "daemon"}, "leave --victims out"),
         ({"script": Path("missing")}, "can't be read"),
         ({"baseline": Path("missing")}, "--baseline"),
     ],
@@ -157,7 +155,7 @@ def test_wrong_options_are_refused_before_anything_runs(changes: dict[str, Any],
 
 
 UNCOMPARED = (
-    *("regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "victims", "script", "baseline"),
+    *("regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "script", "baseline"),
     "step_time",
 )
 """Their values may differ: names of regions and seconds of a step are compared, and the others change no figure."""
@@ -196,7 +194,7 @@ def test_a_baseline_of_the_same_demo_is_taken(tmp_path: Path) -> None:
     """Kept elsewhere, shown otherwise, and without the storm."""
     changes = {"regions": 3, "folder": tmp_path, "is_json": True, "has_chaos": False}
     made = baseline(tmp_path, **comparable(replace(OPTIONS, **changes), sorted(NAMES), step_seconds=0.1))
-    storm_of(replace(OPTIONS, baseline=made, mtbf="2s", victims="daemon"), tmp_path)
+    storm_of(replace(OPTIONS, baseline=made, mtbf="2s"), tmp_path)
 
 
 def test_a_storm_is_no_baseline(tmp_path: Path) -> None:
@@ -221,7 +219,7 @@ def test_a_baseline_that_is_no_report_is_refused(tmp_path: Path) -> None:
             storm_of(replace(OPTIONS, baseline=tmp_path / "file"), tmp_path)
 
 
-@pytest.mark.parametrize("changes", [{"baseline": Path("x")}, {"victims": "daemon"}, {"mtbf": "5s"}, {"notice": "9s"}])
+@pytest.mark.parametrize("changes", [{"baseline": Path("x")}, {"mtbf": "5s"}, {"notice": "9s"}])
 def test_options_of_a_storm_want_a_storm(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="add --chaos"):
         run_demo(DemoOptions(**changes))

@@ -24,7 +24,6 @@ from diloco_node.lab.wan.emulation_state import STATE_FOLDER, EmulationState, ru
 from diloco_node.lab.wan.namespaces import (
     create,
     existing,
-    match_run,
     namespaces_of,
     places,
     processes_in,
@@ -32,6 +31,7 @@ from diloco_node.lab.wan.namespaces import (
     run_name,
     run_of,
 )
+from diloco_node.lab.wan.topology import Topology
 from diloco_node.lab.wan.tun import inside
 from tests.kit.wan_probe import ping, transfer
 
@@ -91,6 +91,10 @@ def wan(file: Path) -> Iterator[EmulationState]:
     assert RUN not in runs()
 
 
+def rtt_ns(topology: Topology, source: str, target: str) -> int:
+    return topology.paths[source, target].delay_ns + topology.paths[target, source].delay_ns
+
+
 PATIENCE_S = 60.0
 QUIET_S = 0.5
 """So long nothing is heard where nothing can be."""
@@ -119,7 +123,7 @@ class TestReal:
     def test_round_trips_are_those_of_the_file(self, wan: EmulationState) -> None:
         topology, by_region = wan.topology(), {place.region: place for place in wan.places()}
         pairs = list(topology.paths)
-        assert {topology.rtt_ns(*pair) // MS for pair in pairs} == {40, 22, 60}
+        assert {rtt_ns(topology, *pair) // MS for pair in pairs} == {40, 22, 60}
         # Jitter is up to 3 ms each way.
         jitter_ns = {pair: 6 * MS if set(pair) == {"north", "west"} else 0 for pair in pairs}
         least: dict[tuple[str, str], int] = {}
@@ -127,9 +131,9 @@ class TestReal:
         def is_right() -> bool:
             for pair, rtts in ping(by_region, pairs).items():
                 least[pair] = min([*rtts, *([least[pair]] if pair in least else [])])
-                assert least[pair] >= topology.rtt_ns(*pair) - jitter_ns[pair] - MS // 2, pair
+                assert least[pair] >= rtt_ns(topology, *pair) - jitter_ns[pair] - MS // 2, pair
             print({pair: rtt / MS for pair, rtt in least.items()})
-            return all(least[pair] <= topology.rtt_ns(*pair) * 21 // 20 + MS // 2 for pair in pairs)
+            return all(least[pair] <= rtt_ns(topology, *pair) * 21 // 20 + MS // 2 for pair in pairs)
 
         assert again(is_right)
 
@@ -365,11 +369,6 @@ def test_names_tell_their_run_and_others_are_never_ours() -> None:
             remove(other)
     assert run_name("us-4") == "us4"
     assert run_name("World 8") == "world8"
-    assert [match_run(text, ["us4", "x"]) for text in ("us4", "us-4", "US 4", "x", "us5", "")] == ["us4"] * 3 + [
-        "x",
-        None,
-        None,
-    ]
     for text in ("", "4", "--"):
         with pytest.raises(ConfigError, match="--name"):
             run_name(text)
