@@ -53,20 +53,9 @@ class RunSample:
     at_ns: int
     regions: Mapping[str, RegionSample]
 
-    @property
-    def commit_index(self) -> int:
-        """The newest that anyone knows."""
-        return max(region.commit_index for region in self.regions.values())
-
-    @property
-    def rounds(self) -> int:
-        """Committed, likewise."""
-        return max(region.rounds for region in self.regions.values())
-
-    @property
-    def tokens_merged(self) -> int:
-        """Likewise."""
-        return max(region.tokens_merged for region in self.regions.values())
+    def most(self, name: str) -> int:
+        """The most of a count that any region knows: commit_index, rounds or tokens_merged."""
+        return max(getattr(region, name) for region in self.regions.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +103,7 @@ def timed_merges(entries: Iterable[Entry], samples: Sequence[RunSample], sizes: 
     """
     merges, total, at = [], sum(sizes), 0
     for entry in entries:
-        while at < len(samples) and samples[at].commit_index < entry.index:
+        while at < len(samples) and samples[at].most("commit_index") < entry.index:
             at += 1
         if at == len(samples):
             break
@@ -173,7 +162,7 @@ def training(
 
 def _at(samples: Sequence[RunSample], at_ns: int, name: str) -> int:
     """The most that was known at a time; 0 before the first sample."""
-    return max((getattr(sample, name) for sample in samples if sample.at_ns <= at_ns), default=0)
+    return max((sample.most(name) for sample in samples if sample.at_ns <= at_ns), default=0)
 
 
 def longest_gap_ns(samples: Sequence[RunSample], end_ns: int) -> int:
@@ -181,9 +170,9 @@ def longest_gap_ns(samples: Sequence[RunSample], end_ns: int) -> int:
     times: list[int] = []
     rounds = _at(samples, 0, "rounds")
     for sample in samples:
-        if 0 < sample.at_ns <= end_ns and sample.rounds > rounds:
+        if 0 < sample.at_ns <= end_ns and sample.most("rounds") > rounds:
             times.append(sample.at_ns)
-            rounds = sample.rounds
+            rounds = sample.most("rounds")
     return int(longest_gap(times, 0, end_ns))
 
 
@@ -195,7 +184,9 @@ def longest_gap(times: Sequence[float], begin: float, end: float) -> float:
 def merged_at_ns(samples: Sequence[RunSample], tokens: int) -> int:
     """When so many tokens were merged, as far as the samples tell; if they never were, the time of the last one."""
     last_ns = samples[-1].at_ns if samples else 0
-    return next((sample.at_ns for sample in samples if sample.at_ns > 0 and sample.tokens_merged >= tokens), last_ns)
+    return next(
+        (sample.at_ns for sample in samples if sample.at_ns > 0 and sample.most("tokens_merged") >= tokens), last_ns
+    )
 
 
 def compare(training: Mapping[str, Any], baseline: Mapping[str, Any], *, ends_by_tokens: bool) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class Demo:
         self.options = options
         self.folder = folder
         self.wan = DemoWan(options) if options.wan is not None else None
-        names = NAMES[: options.regions or REGIONS_DEFAULT] if self.wan is None else self.wan.names
+        names = NAMES[: options.regions or REGIONS_DEFAULT] if self.wan is None else self.wan.topology.names
         self.names = sorted(names)
         self.mix = parse_mix(options.speeds, options.batches, self.names, ranks=options.ranks, shards=options.shards)
         self.step_s = parse_option("--step-time", options.step_time, _step_seconds)
@@ -284,7 +284,7 @@ class Demo:
         # An operator may have ended it before.
         is_over = self.keeper is not None and self.keeper.is_over
         calm = self.storm.calm_tokens if self.storm is not None else 0
-        return is_over or self.course.samples[-1].tokens_merged >= self.options.tokens - calm
+        return is_over or self.course.samples[-1].most("tokens_merged") >= self.options.tokens - calm
 
     async def finish(self, view: LiveView, trains_s: float) -> None:
         """Order the run's end, unless it comes by itself, and watch until every region has exited."""

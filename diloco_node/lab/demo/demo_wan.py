@@ -22,7 +22,7 @@ OUTAGE_UNTIL: Final = 0.6
 
 
 class DemoWan:
-    """The emulated WAN of one demo; `place` and `names` are there at once, packets pass after `up`.
+    """The emulated WAN of one demo; its topology is there at once, packets pass after `up`.
 
     Attributes:
         topology: with the outage of `--outage`, if there is to be one.
@@ -50,11 +50,6 @@ class DemoWan:
         self._carried: dict[str, Any] = {}
         self._seed = options.seed
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The regions."""
-        return self.topology.names
-
     def place(self, region: str) -> Place:
         """Where a region is to be started."""
         return self._places[region]
@@ -67,7 +62,7 @@ class DemoWan:
             emulation.up,
             file,
             run=f"demo{os.getpid()}",
-            regions=len(self.names),
+            regions=len(self.topology.names),
             owner_pid=os.getpid(),
             starts_timetable=False,
             seed=self._seed,

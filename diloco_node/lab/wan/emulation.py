@@ -58,10 +58,9 @@ def up(
     if fault := emulation_fault():
         raise ConfigError(f"no WAN can be emulated here: {fault}")
     count = len(topology.regions) if regions is None else regions
-    topology = topology.first(count)
     state = EmulationState(
         run=run,
-        topology_name=topology.name,
+        topology_name=topology.first(count).name,
         topology_text=file.read_text(),
         regions=count,
         seed=seed,

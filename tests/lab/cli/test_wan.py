@@ -121,7 +121,7 @@ def test_a_demo_without_an_emulation_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_an_outage_is_a_line_of_the_timetable_in_the_middle_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulation, "emulation_fault", lambda: "")
     wan = DemoWan(DemoOptions(wan=NETEM / "us-4.toml", regions=3, has_outage=True, seconds=100))
-    assert wan.names == ("us-east", "us-central", "us-south")
+    assert wan.topology.names == ("us-east", "us-central", "us-south")
     assert wan.topology.outages == (Outage(40 * NS_PER_S, 20 * NS_PER_S, Scope("us-south")),)
     assert wan.report()["timetable"] == [{"at_seconds": 40.0, "seconds": 20.0, "what": "cut us-south"}]
     outage = {"region": "us-south", "seconds": 20.0, "inner_steps": 8, "commits_of_others": 5, "seconds_to_merge": 1.5}
