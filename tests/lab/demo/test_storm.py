@@ -260,7 +260,7 @@ def test_the_report_says_what_was_struck_and_what_it_cost(tmp_path: Path) -> Non
     ]
     up = RegionSample(True, True, incarnation=1)
     dead = RegionSample(True, False, incarnation=1)
-    back = RegionSample(True, True, incarnation=2, tokens_merged=1500, rounds=30, val_loss=2.5)
+    back = RegionSample(True, True, incarnation=2, tokens_merged=1500, rounds=30)
     samples = [
         RunSample(-1, {"a": up, "b": up, "c": up}),
         RunSample(10 * S, {"a": dead, "b": up, "c": up}),
