@@ -42,19 +42,25 @@ def human_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
-def table_lines(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], *, gap: int = 2) -> list[str]:
+def table_lines(
+    columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], *, gap: int = 2, width: int | None = None
+) -> list[str]:
     """Lay out a table as lines, the heading first.
 
     Args:
         columns: (name, "left" or "right"). rows: a cell for each of them. gap: between two columns.
+        width: the last column is wrapped to so many characters of the whole; None: it is not.
     """
     names = [name for name, _ in columns]
     widths = [max(map(len, cells)) for cells in zip(names, *rows, strict=True)]
+    room = None if width is None else width - sum(widths[:-1]) - gap * (len(widths) - 1)
     lines = []
-    for row in (names, *rows):
-        cells = zip(row, widths, columns, strict=True)
-        padded_cells = (cell.ljust(width) if side == "left" else cell.rjust(width) for cell, width, (_, side) in cells)
-        lines.append((" " * gap).join(padded_cells).rstrip())
+    for *row, last in (names, *rows):
+        first, *more = wrap_text(last, room) if last and room is not None and len(last) > room else [last]
+        for cells in ((*row, first), *((*[""] * len(row), part) for part in more)):
+            places = zip(cells, widths, columns, strict=True)
+            padded = (cell.ljust(most) if side == "left" else cell.rjust(most) for cell, most, (_, side) in places)
+            lines.append((" " * gap).join(padded).rstrip())
     return lines
 
 

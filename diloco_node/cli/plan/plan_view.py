@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from diloco_node.cli.plan.plan_command import ASSUMED
-from diloco_node.cli.tables import human_bytes, table_lines
+from diloco_node.cli.tables import human_bytes, output_width, table_lines, wrap_text
 from diloco_node.numeric import NS_PER_S
 from diloco_node.planning.advice import budget_min, find_changes, mean_bits, sync_every_min, verdict
 from diloco_node.planning.plan import Flow, FlowKind, Plan
@@ -98,13 +98,21 @@ def _flow_document(plan: Plan, flow: Flow) -> dict[str, Any]:
 def render(plan: Plan, inputs: Mapping[str, str]) -> list[str]:
     """Verdict first, then the changes that would fit, then the numbers."""
     words, changes = verdict(plan), find_changes(plan)
+    width = output_width()
     lines = [*_head(plan, inputs), "", f"{words[:1].upper()}{words[1:]}."]
     if changes:
         rows = [(f"{number}.", str(change), change.text) for number, change in enumerate(changes, start=1)]
-        table = table_lines([("", "left"), ("set", "left"), ("that is", "left")], rows)
+        table = table_lines([("", "left"), ("set", "left"), ("that is", "left")], rows, width=width)
         lines += ["Any one of these fits, the smallest change first:", *table]
-    lines += [*_spare(plan), "", *_traffic_table(plan), "", *_round_table(plan), "", *_storage_table(plan), ""]
-    return [*lines, *_notes(plan)]
+    lines += _spare(plan)
+    tables = [*_traffic_table(plan), "", *_round_table(plan, width), "", *_storage_table(plan, width), ""]
+    return [*_wrapped(lines, width), "", *tables, *_wrapped(_notes(plan), width)]
+
+
+def _wrapped(lines: Iterable[str], width: int | None) -> list[str]:
+    return [
+        part for line in lines for part in ([line] if width is None or len(line) <= width else wrap_text(line, width))
+    ]
 
 
 def _head(plan: Plan, inputs: Mapping[str, str]) -> Iterable[str]:
@@ -179,7 +187,7 @@ def _traffic_rows(plan: Plan) -> Iterable[tuple[str, Flow]]:
             yield (f"{flow.region} to {flow.peer}" if kind is FlowKind.LINK else f"{words} {flow.region}"), flow
 
 
-def _round_table(plan: Plan) -> list[str]:
+def _round_table(plan: Plan, width: int | None) -> list[str]:
     time, step_ns = plan.need.round_time, plan.workload.step_time_ns
     columns = (("a round, due to applied", "left"), ("time", "right"), ("steps", "right"), ("", "left"))
     times = [
@@ -192,6 +200,7 @@ def _round_table(plan: Plan) -> list[str]:
     return table_lines(
         columns,
         [(name, _seconds(duration_ns), f"{duration_ns / step_ns:.2f}", words) for name, duration_ns, words in times],
+        width=width,
     )
 
 
@@ -203,7 +212,7 @@ def _overlap_words(plan: Plan) -> str:
     return f"the round takes longer: learners never wait, but expect {steps} steps of overlap"
 
 
-def _storage_table(plan: Plan) -> list[str]:
+def _storage_table(plan: Plan, width: int | None) -> list[str]:
     columns = (("memory and disk of a region", "left"), ("bytes", "right"), ("per parameter", "right"), ("", "left"))
     words = {
         "daemon": "momentum",
@@ -221,7 +230,7 @@ def _storage_table(plan: Plan) -> list[str]:
         (name, human_bytes(size), f"{size / plan.workload.values:.2f} B", words.get(name, ""))
         for name, size in (*_storage_parts(plan), *sums)
     ]
-    return table_lines(columns, rows)
+    return table_lines(columns, rows, width=width)
 
 
 def _storage_parts(plan: Plan) -> Sequence[tuple[str, int]]:

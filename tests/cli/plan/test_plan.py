@@ -356,7 +356,7 @@ def test_a_bad_mesh_says_what_is_wrong(
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        ([], "which model? give its size (--parameters 5e9), a run"),
+        ([], "which model? give its size (--parameters 5e9) or a run"),
         (["-n", "five"], "write 5e9, 5B or 350M"),
         (["-n", "0"], "whole number from 1"),
         (["-n", "1.5"], "whole number from 1"),
@@ -374,7 +374,6 @@ def test_a_bad_mesh_says_what_is_wrong(
         (["-n", "5B", "--mesh", "none.json"], "--mesh none.json can't be read (No such file or directory)"),
         (["-n", "5B", "--mesh", "/dev/null"], "--mesh /dev/null is no JSON"),
         (["-n", "5B", "--mesh", "list.json"], "--mesh list.json: it is no JSON object"),
-        (["."], "'.' is no folder with node.json"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
