@@ -184,12 +184,12 @@ def admin_ports(regions: Mapping[str, str | None]) -> dict[str, int]:
     hosts = {name: LOOPBACK if _is_loopback(host) else host for name, (host, _, _) in dialled.items()}
     # Who has no address dials the others; those of loopback can be dialled from their own machine only.
     hidden = {name: LOOPBACK if LOOPBACK in hosts.values() else name for name in regions if name not in hosts}
-    taken = {(hosts[name], port) for name, (_, _, port) in dialled.items()}
+    ports_in_use = {(hosts[name], port) for name, (_, _, port) in dialled.items()}
     ports: dict[str, int] = {}
     for name in regions:
         host = (hosts | hidden)[name]
-        ports[name] = next(port for port in itertools.count(ADMIN_PORT) if (host, str(port)) not in taken)
-        taken.add((host, str(ports[name])))
+        ports[name] = next(port for port in itertools.count(ADMIN_PORT) if (host, str(port)) not in ports_in_use)
+        ports_in_use.add((host, str(ports[name])))
     return ports
 
 

@@ -57,10 +57,10 @@ def table_lines(
     lines = []
     for *row, last in (names, *rows):
         first, *more = wrap_text(last, room) if last and room is not None and len(last) > room else [last]
-        for cells in ((*row, first), *((*[""] * len(row), part) for part in more)):
+        for cells in ((*row, first), *((*[""] * len(row), line) for line in more)):
             places = zip(cells, widths, columns, strict=True)
-            padded = (cell.ljust(most) if side == "left" else cell.rjust(most) for cell, most, (_, side) in places)
-            lines.append((" " * gap).join(padded).rstrip())
+            texts = (cell.ljust(most) if side == "left" else cell.rjust(most) for cell, most, (_, side) in places)
+            lines.append((" " * gap).join(texts).rstrip())
     return lines
 
 

@@ -178,7 +178,7 @@ def verdict(plan: Plan) -> str:
         rate = "" if plan.network.has_limits else ", whatever the rate"
         return (
             f"does not fit{rate}: a cycle of H = {plan.workload.settings.sync_every} steps is {_too_short(plan)} too "
-            f"short; {_decides(plan)}; as it is, each fragment is merged every {_kept(plan)} steps"
+            f"short; {_decides(plan)}; as it is, each fragment is merged every {_steps_now(plan)} steps"
         )
     if not plan.network.has_limits:
         return "fits, as far as delays go: neither a budget nor a mesh was given"
@@ -213,7 +213,7 @@ def _flight(plan: Plan) -> str:
     )
 
 
-def _kept(plan: Plan) -> str:
+def _steps_now(plan: Plan) -> str:
     return f"{float(plan.sync_every_kept):.1f}"
 
 
@@ -262,7 +262,7 @@ def budget_warning(
     remedy = "; any one of these would do: " + "; ".join(str(change) for change in changes) if changes else ""
     return (
         f"the schedule can't be kept within the budget, H = {settings.sync_every} at {_seconds(step_time_ns)} a step: "
-        f"{_decides(plan)}; each fragment is merged every {_kept(plan)} steps instead{remedy}"
+        f"{_decides(plan)}; each fragment is merged every {_steps_now(plan)} steps instead{remedy}"
     )
 
 

@@ -57,7 +57,7 @@ def bandwidth_table(document: Mapping[str, Any]) -> list[str]:
     cpu, sent_bytes = document["cpu_seconds_per_gb"], document["sent_bytes"]
     row = (
         str(document["connections"]),
-        *(_mbit(document[f"bytes_per_second{part}"]) for part in ("", "_median", "_p10", "_p90")),
+        *(_mbit(document[f"bytes_per_second{suffix}"]) for suffix in ("", "_median", "_p10", "_p90")),
         f"{cpu['sender']:.2f}",
         f"{cpu['receiver']:.2f}",
         _share(document["retransmitted_bytes"] / sent_bytes if sent_bytes else None),
@@ -92,7 +92,7 @@ def mesh_table(document: Mapping[str, Any]) -> list[str]:
             row["from"],
             row["to"],
             *(_ms(row[f"{name}_seconds"]) for name in ("rtt", "rtt_p99", "jitter")),
-            *(_mbit(row[f"bytes_per_second{part}"]) for part in ("", "_p10", "_p90")),
+            *(_mbit(row[f"bytes_per_second{suffix}"]) for suffix in ("", "_p10", "_p90")),
             _share(row["retransmitted_share"]),
         )
         for row in document["pairs"]

@@ -62,7 +62,7 @@ def plan(
 ) -> None:
     """Bandwidth, memory and disk that a model needs; what would make it fit. Exit code 1 if it does not fit.
 
-    Of a run that goes on here, model, step time and round trip are its own. With --parameters the size is that one, and
+    Model, step time and round trip of a run that goes on here are its own. With --parameters the size is that one, and
     the rest is run.toml's, where there is one.
     """
     from diloco_node.cli.plan.inputs import read_mesh

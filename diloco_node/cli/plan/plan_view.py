@@ -106,12 +106,12 @@ def render(plan: Plan, inputs: Mapping[str, str]) -> list[str]:
         lines += ["Any one of these fits, the smallest change first:", *table]
     lines += _spare(plan)
     tables = [*_traffic_table(plan), "", *_round_table(plan, width), "", *_storage_table(plan, width), ""]
-    return [*_wrapped(lines, width), "", *tables, *_wrapped(_notes(plan), width)]
+    return [*_to_width(lines, width), "", *tables, *_to_width(_notes(plan), width)]
 
 
-def _wrapped(lines: Iterable[str], width: int | None) -> list[str]:
+def _to_width(lines: Iterable[str], width: int | None) -> list[str]:
     return [
-        part for line in lines for part in ([line] if width is None or len(line) <= width else wrap_text(line, width))
+        row for line in lines for row in ([line] if width is None or len(line) <= width else wrap_text(line, width))
     ]
 
 

@@ -214,8 +214,8 @@ def _learner(family: list[Process], learner_pid: int | None) -> list[Process]:
 
     The one that is attached; if none is, the newest of those that have no child among them and are no fork server.
     """
-    if named := [process for process in family if process.pid == learner_pid]:
-        return named
+    if same := [process for process in family if process.pid == learner_pid]:
+        return same
     parents = {_stat(process.pid)[1] for process in family}
     return [process for process in family if str(process.pid) not in parents and not _is_fork_server(process.pid)][-1:]
 

@@ -42,7 +42,7 @@ def read_script(file: Path, regions: Sequence[str]) -> FaultPlan:
     Args:
         regions: those that are there from the beginning, as voters; others may join.
 
-    Who is not there at its time is struck by nothing, and what a member can't do then is refused by the run itself.
+    A region that is not there at its time is struck by nothing; what a member can't do then the run itself refuses.
 
     Raises ConfigError: it can't be read, or a line is wrong.
     """

@@ -79,9 +79,9 @@ def hunt(
         bar = progress.add_task("", total=len(order), failures=0)
         # Told to end, it ends its processes, and says how far it came.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        found = reports(order, jobs=jobs, **options)
-        with contextlib.closing(found), contextlib.suppress(KeyboardInterrupt):
-            for report in found:
+        results = reports(order, jobs=jobs, **options)
+        with contextlib.closing(results), contextlib.suppress(KeyboardInterrupt):
+            for report in results:
                 count, total_events = count + 1, total_events + report.events
                 if not report.is_good:
                     failures.append(report)

@@ -411,12 +411,12 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     same = "the same bytes in every region" if report["equal_digests"] else "DIFFERENT between regions"
     whole = "accounts for every one" if tokens["balanced"] else f"FAULTS: {'; '.join(tokens['faults'])}"
     rounds, in_flight = report["rounds_committed"], report["rounds_in_flight_max"]
-    parts = f"{tokens['merged']:,} merged + {tokens['carried']:,} carried + {tokens['discarded']:,} discarded"
+    sums = f"{tokens['merged']:,} merged + {tokens['carried']:,} carried + {tokens['discarded']:,} discarded"
     return [
         f"final parameters   {same}",
         f"held-out loss      {_loss(report['val_loss_global'])} of the merged model",
         f"rounds             {rounds} committed, at most {in_flight} in flight",
-        f"tokens             {tokens['trained']:,} trained = {parts}; the ledger {whole}",
+        f"tokens             {tokens['trained']:,} trained = {sums}; the ledger {whole}",
         *(
             f"                   {learner['learner']} lost its folder, and with it the count of incarnation "
             f"{learner['incarnation']}: what that trained since its last merge is in none of these"

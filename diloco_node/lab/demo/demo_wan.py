@@ -106,7 +106,7 @@ class DemoWan:
 
 def _outage_text(region: str, seconds: float) -> str:
     """A line of the timetable that cuts a region off in the middle of so long a training."""
-    at_ms, for_ms = (round(1000 * part * seconds) for part in (OUTAGE_FROM, OUTAGE_UNTIL - OUTAGE_FROM))
+    at_ms, for_ms = (round(1000 * share * seconds) for share in (OUTAGE_FROM, OUTAGE_UNTIL - OUTAGE_FROM))
     return f'\n[[outages]]\nat = "{at_ms}ms"\nfor = "{for_ms}ms"\ncut = "{region}"\n'
 
 
