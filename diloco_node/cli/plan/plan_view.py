@@ -156,7 +156,7 @@ def _spare(plan: Plan) -> Iterable[str]:
 def _traffic_table(plan: Plan) -> list[str]:
     columns = (("wire traffic", "left"), *((name, "right") for name in ("a round", "average", "peak", "limit", "used")))
     flows, count = list(_traffic_rows(plan)), len(plan.workload.fragments)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, flow in flows[:ROWS_MAX]:
         peak, limit = plan.peak(flow), flow.limit_bytes_per_s
         rows.append(

@@ -55,7 +55,7 @@ class RunSample:
 
     def most(self, name: str) -> int:
         """The most of a count that any region knows: commit_index, rounds or tokens_merged."""
-        return max(getattr(region, name) for region in self.regions.values())
+        return max(int(getattr(region, name)) for region in self.regions.values())
 
 
 @dataclass(frozen=True, slots=True)
