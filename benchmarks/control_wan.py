@@ -54,12 +54,12 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 @contextlib.contextmanager
-def slow_lines(choice: emulation.Choice) -> Iterator[Sequence[Place]]:
+def slow_lines() -> Iterator[Sequence[Place]]:
     """The loaded link's two places, and the idle one's; by a back-end that is not "none"."""
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "slow.toml"
         file.write_text(TOPOLOGY)
-        state = emulation.up(file, run=f"ctl{os.getpid()}", choice=choice, owner_pid=os.getpid())
+        state = emulation.up(file, run=f"ctl{os.getpid()}", owner_pid=os.getpid())
     try:
         yield state.places()
     finally:
@@ -83,7 +83,7 @@ def figures(found: Found) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All arms, one after the other."""
-    with slow_lines(emulation.choose_backend("tun")) as places:
+    with slow_lines() as places:
         arms = {
             arm: figures(run_arm(places, arm, seconds=options.seconds, settle_s=options.settle))
             | {"load_average": os.getloadavg()[0]}

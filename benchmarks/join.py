@@ -210,19 +210,14 @@ async def run(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     dim = max(64, 64 * round((arguments.parameters / (12 * LAYERS)) ** 0.5 / 64))
     file = folder / "us-4.toml"
     file.write_text(scaled_topology(arguments.parameters))
-    choice = emulation.choose_backend("auto")
-    if choice.backend == "none":
-        raise SystemExit(f"no emulated WAN here: {choice.why}")
-    state = await asyncio.to_thread(emulation.up, file, run=f"join{os.getpid()}", choice=choice, owner_pid=os.getpid())
+    state = await asyncio.to_thread(emulation.up, file, run=f"join{os.getpid()}", owner_pid=os.getpid())
     try:
-        return await _run(folder, {place.region: place for place in state.places()}, dim, choice.backend, arguments)
+        return await _run(folder, {place.region: place for place in state.places()}, dim, arguments)
     finally:
         await asyncio.to_thread(emulation.down, state.run)
 
 
-async def _run(
-    folder: Path, places: Mapping[str, Any], dim: int, backend: str, arguments: argparse.Namespace
-) -> dict[str, Any]:
+async def _run(folder: Path, places: Mapping[str, Any], dim: int, arguments: argparse.Namespace) -> dict[str, Any]:
     certs, key = folder / "certs", folder / "certs" / CA_KEY
     init_run(certs, "join", FOUNDERS)
     add_regions(certs, [JOINER])
@@ -258,7 +253,6 @@ async def _run(
             arms[arm] = await all_.join(arm, words)
         return {
             "parameters": all_.state_bytes // STATE_BYTES,
-            "backend": backend,
             "cpus": os.cpu_count(),
             "undisturbed": all_.rates,
             "arms": arms,
@@ -282,7 +276,7 @@ def main() -> int:
     if arguments.json:
         sys.stdout.write(json.dumps(result) + "\n")
         return 0
-    print(f"{result['parameters']:,} parameters, links by {result['backend']}, {result['cpus']} cores")
+    print(f"{result['parameters']:,} parameters, {result['cpus']} cores")
     print(
         f"{'arm':<12} {'bytes / state':>13} {'state':>8} {'step':>8} {'merged':>8} {'steps':>7} {'commits':>8}  donors"
     )

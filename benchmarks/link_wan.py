@@ -281,8 +281,7 @@ def shaped(options: argparse.Namespace, folder: Path) -> Iterator[EmulationState
     """The link."""
     file = folder / "link.toml"
     file.write_text(TOPOLOGY.format(queue_ms=options.queue_ms, rtt=options.rtt, loss=options.loss, rate=options.rate))
-    choice = emulation.choose_backend("tun")
-    state = emulation.up(file, run=f"link{os.getpid()}", choice=choice, owner_pid=os.getpid())
+    state = emulation.up(file, run=f"link{os.getpid()}", owner_pid=os.getpid())
     try:
         for place in state.places() if options.congestion else ():
             with inside(place.namespace):

@@ -26,10 +26,9 @@ from fractions import Fraction
 from typing import Any, Final
 
 from chip_failures import MODEL, YEAR_S, FailureModel, return_scale, unit_return
-from rich.console import Group
+from rich.console import Console, Group
+from rich.table import Table
 from rich.text import Text
-
-from diloco_node.cli.tables import plain_table, table_console
 
 PAPER_CYCLE_STEPS: Final = 100
 """Steps in which the whole model crosses the links once in the paper's table; its experiments use H = 24."""
@@ -468,8 +467,10 @@ def _chips(chips: int) -> str:
 
 def _table(*columns: str) -> Any:
     """The first two columns are words."""
-    headings = [(name, "left" if index < 2 else "right") for index, name in enumerate(columns)]
-    return plain_table(*headings, is_wrapping=False)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
+    return table
 
 
 def main() -> None:
@@ -485,7 +486,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(document, indent=1))
     else:
-        table_console().print(render_goodput(document) if is_goodput else render_bandwidth(document))
+        Console(width=100).print(render_goodput(document) if is_goodput else render_bandwidth(document))
 
 
 if __name__ == "__main__":

@@ -166,8 +166,7 @@ def network(link: str, regions: int, folder: Path) -> Iterator[Network]:
         return
     file = folder / "link.toml"
     file.write_text(topology(link, regions))
-    choice = emulation.choose_backend("tun")
-    state = emulation.up(file, run=run, choice=choice, regions=regions, owner_pid=os.getpid())
+    state = emulation.up(file, run=run, regions=regions, owner_pid=os.getpid())
     try:
         yield Network(state.places(), state)
     finally:

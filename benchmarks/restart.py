@@ -153,7 +153,7 @@ async def measure(model: Model, kills: int, seconds: float, *, is_preloading: bo
             for region in regions:
                 assert region.process is not None
                 await asyncio.wait_for(region.process.wait(), PATIENCE_S)
-            report = build_report(folder, sorted(model.regions), wan=None, outage=None)
+            report = build_report(folder, sorted(model.regions), wan=None)
         finally:
             await asyncio.gather(*(region.stop() for region in regions))
     if not report["tokens"]["balanced"]:

@@ -328,8 +328,7 @@ def shaped(scale: Scale, folder: Path) -> Iterator[Sequence[Place]]:
         text += f'\n[regions.{region}]\negress = "{int(scale.rate_bits_per_s)}bit/s"\n'
     file = folder / "scaled.toml"
     file.write_text(text)
-    choice = emulation.choose_backend("tun")
-    state = emulation.up(file, run=f"bench{os.getpid()}", choice=choice, owner_pid=os.getpid())
+    state = emulation.up(file, run=f"bench{os.getpid()}", owner_pid=os.getpid())
     try:
         for place in state.places():
             # Without segmentation offload the interface counts packets as they would be on a wire.

@@ -127,18 +127,6 @@ def ask_in(folder: Path) -> dict[str, Any]:
         return {"error": str(error)}
 
 
-def is_answering(folder: Path, timeout_s: float) -> bool:
-    """Whether a daemon answers at the admin socket of a state folder. A daemon that died leaves its files behind."""
-    if not (folder / ADMIN_PORT_NAME).exists():
-        return False
-    try:
-        with contextlib.closing(_UnixConnection(socket_path(folder, ADMIN_SOCKET_NAME), timeout_s)) as connection:
-            connection.request("GET", "/livez")
-            return connection.getresponse().status == http.client.OK
-    except (OSError, http.client.HTTPException):
-        return False
-
-
 @contextlib.contextmanager
 def post(
     folder: Path, path: str, document: Mapping[str, Any], *, timeout_s: float | None = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from diloco_node.cli.places import copies_or_run
+from diloco_node.cli.tables import table_lines
 from diloco_node.errors import ConfigError
 from diloco_node.escaping import escaped
 
@@ -42,7 +43,7 @@ def list_versions(place: PlaceArgument, *, as_json: JsonOption = False) -> None:
     if as_json:
         typer.echo(json.dumps({"versions": [asdict(row) for row in rows]}))
         return
-    for line in table_lines(rows):
+    for line in version_lines(rows):
         typer.echo(line)
 
 
@@ -103,12 +104,12 @@ def copy(
     )
 
 
-def table_lines(rows: list[VersionRow]) -> list[str]:
+def version_lines(rows: list[VersionRow]) -> list[str]:
     """For people: a line for each version."""
-    lines = [f"{'version':>9} {'step':>11} {'tokens':>17} {'bytes':>17}  {'written at (UTC)':<19}  state"]
+    columns = [*((name, "right") for name in ("version", "step", "tokens", "bytes")), ("written at (UTC)", "left")]
+    cells = []
     for row in rows:
-        step, tokens = (f"{count:,}" if count is not None else "-" for count in (row.step, row.tokens))
-        state = escaped(f"lacks {row.lack}" if row.lack else "whole")
-        written_at = escaped(row.written_at[:19].replace("T", " "))
-        lines.append(f"{row.version:>9} {step:>11} {tokens:>17} {row.content_bytes:>17,}  {written_at:<19}  {state}")
-    return lines
+        counts = ("-" if count is None else f"{count:,}" for count in (row.step, row.tokens, row.content_bytes))
+        written_at, state = row.written_at[:19].replace("T", " "), f"lacks {row.lack}" if row.lack else "whole"
+        cells.append((str(row.version), *counts, escaped(written_at), escaped(state)))
+    return table_lines([*columns, ("state", "left")], cells)

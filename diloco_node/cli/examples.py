@@ -22,8 +22,7 @@ EXAMPLES: Final = {
     "help": "diloco-node help E-PEER-CERT",
     "plan": (
         "diloco-node plan --parameters 5e9 --regions 4 --step-time 1s --budget 2Gbit/s\n"
-        "diloco-node plan --config run.toml --mesh mesh.json\n"
-        "diloco-node plan us-east --budget 500Mbit/s"
+        "diloco-node plan --mesh mesh.json --budget 500Mbit/s"
     ),
     "ledger": "diloco-node ledger us-east --follow --from 1000",
     "replay": "diloco-node replay us-east --json",
@@ -51,18 +50,17 @@ EXAMPLES: Final = {
     "config set": "diloco-node config set rounds.sync_every=32 rounds.overlap_steps=4 us-east",
     "simulate run": "diloco-node simulate run --seed 7",
     "simulate hunt": "diloco-node simulate hunt --seeds 1..1000 --jobs 8",
-    "wan up": "diloco-node wan up netem/us-4.toml --probe",
+    "wan up": "diloco-node wan up netem/us-4.toml",
     "wan down": "diloco-node wan down",
     "wan cut": "diloco-node wan cut us-west --from us-east --one-way out",
     "wan heal": "diloco-node wan heal us-west",
     "wan set": "diloco-node wan set us-west --delay 80ms --loss 1%",
     "wan status": "diloco-node wan status",
-    "wan measure": "diloco-node wan measure --json",
-    "chaos strike": "diloco-node chaos strike pause us-east.daemon --for 10s",
+    "chaos strike": "diloco-node chaos strike pause us-east.daemon --for 10s --folder runs/demo",
     "measure serve": "diloco-node measure serve --region us-west",
-    "measure latency": "diloco-node measure latency us-west --load",
+    "measure latency": "diloco-node measure latency us-west",
     "measure bandwidth": "diloco-node measure bandwidth us-west --reverse --seconds 10",
-    "measure mesh": "diloco-node measure mesh --out mesh.json\ndiloco-node plan --mesh mesh.json",
+    "measure mesh": "diloco-node measure mesh --json > mesh.json\ndiloco-node plan --mesh mesh.json",
 }
 
 

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
@@ -64,10 +64,9 @@ def init(
     ] = None,
     folder: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where to.")] = Path(),
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: defaults for what no flag says.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Rename what is there to NAME.old-1, and write anew.")] = False,
 ) -> None:
     """Write run.toml and a certificate for each region; ask for what no flag says."""
-    existing_paths = _find_existing(folder, (CONFIG_NAME, CERTS_NAME), force)
+    _check_free(folder, CONFIG_NAME, CERTS_NAME)
     new = NewRun(
         run_id=_answer(run_id, "Name of the run", RUN_ID, yes),
         regions=parse_regions(_answer(regions, "Regions, as us-east=203.0.113.10:7400,us-west=...", None, yes)),
@@ -80,21 +79,20 @@ def init(
     if new.script is not None:
         there = folder / new.script.name
         if there.exists() and not filecmp.cmp(new.script, there, shallow=False):
-            existing_paths += _find_existing(folder, (there.name,), force)
-    _write(folder, new, text, existing_paths)
+            _check_free(folder, there.name)
+    _write(folder, new, text)
     for line in next_commands(folder, new):
         typer.echo(line)
 
 
-def _find_existing(folder: Path, names: Sequence[str], is_forced: bool) -> list[Path]:
-    """Paths that exist already. Raises ConfigError, unless they may be renamed."""
+def _check_free(folder: Path, *names: str) -> None:
+    """Refuse to write over what is there, with ConfigError."""
     try:
         paths = [path for path in (folder / name for name in names) if path.exists()]
     except OSError as error:
         raise _unwritable(folder, error) from error
-    if paths and not is_forced:
-        raise ConfigError(f"{paths[0]} is there already: choose another --out, or rename it with --force")
-    return paths
+    if paths:
+        raise ConfigError(f"{paths[0]} is there already: choose another --out, or move it away")
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
@@ -186,12 +184,12 @@ def admin_ports(regions: Mapping[str, str | None]) -> dict[str, int]:
     hosts = {name: LOOPBACK if _is_loopback(host) else host for name, (host, _, _) in dialled.items()}
     # Who has no address dials the others; those of loopback can be dialled from their own machine only.
     hidden = {name: LOOPBACK if LOOPBACK in hosts.values() else name for name in regions if name not in hosts}
-    taken = {(hosts[name], port) for name, (_, _, port) in dialled.items()}
+    ports_in_use = {(hosts[name], port) for name, (_, _, port) in dialled.items()}
     ports: dict[str, int] = {}
     for name in regions:
         host = (hosts | hidden)[name]
-        ports[name] = next(port for port in itertools.count(ADMIN_PORT) if (host, str(port)) not in taken)
-        taken.add((host, str(ports[name])))
+        ports[name] = next(port for port in itertools.count(ADMIN_PORT) if (host, str(port)) not in ports_in_use)
+        ports_in_use.add((host, str(ports[name])))
     return ports
 
 
@@ -220,18 +218,10 @@ def _check(text: str) -> None:
             raise ConfigError(str(error).replace(f"{trial}/", "the ")) from None
 
 
-def _set_aside(path: Path) -> None:
-    """Rename it to the first free NAME.old-N."""
-    olds = (path.with_name(f"{path.name}.old-{number}") for number in itertools.count(1))
-    path.rename(next(old for old in olds if not old.exists()))
-
-
-def _write(folder: Path, new: NewRun, text: str, existing_paths: Sequence[Path]) -> None:
+def _write(folder: Path, new: NewRun, text: str) -> None:
     from diloco_node.transport.authority import init_run
 
     try:
-        for path in existing_paths:
-            _set_aside(path)
         folder.mkdir(parents=True, exist_ok=True)
         init_run(folder / CERTS_NAME, new.run_id, list(new.regions))
         (folder / CONFIG_NAME).write_text(text)

@@ -8,16 +8,9 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from diloco_node.health.reading import duration, number, rows, section, text
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-PIPED_COLUMNS: Final = 100
-"""rich takes 80 where there is no terminal, and would cut the tables."""
 
 UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 COLUMNS: Final = ("region", "role", "step", "loss", "tokens/s", "rounds", "versions", "sent", "received", "now")
@@ -40,23 +33,6 @@ def output_width() -> int | None:
     return shutil.get_terminal_size().columns if is_sized else None
 
 
-def table_console() -> Console:
-    """Standard output, as wide as the terminal; `COLUMNS` is obeyed."""
-    from rich.console import Console
-
-    return Console(width=output_width() or PIPED_COLUMNS)
-
-
-def plain_table(*columns: tuple[str, str], is_wrapping: bool = True) -> Table:
-    """A table without lines. Columns are (name, "left" or "right")."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in columns:
-        table.add_column(name, justify="left" if justify == "left" else "right", no_wrap=not is_wrapping)
-    return table
-
-
 def human_bytes(count: float) -> str:
     """Write an amount of bytes, as 12.3 MB."""
     for unit in UNITS:
@@ -66,19 +42,25 @@ def human_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
-def table_lines(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], *, gap: int = 2) -> list[str]:
+def table_lines(
+    columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], *, gap: int = 2, width: int | None = None
+) -> list[str]:
     """Lay out a table as lines, the heading first.
 
     Args:
         columns: (name, "left" or "right"). rows: a cell for each of them. gap: between two columns.
+        width: the last column is wrapped to so many characters of the whole; None: it is not.
     """
     names = [name for name, _ in columns]
     widths = [max(map(len, cells)) for cells in zip(names, *rows, strict=True)]
+    room = None if width is None else width - sum(widths[:-1]) - gap * (len(widths) - 1)
     lines = []
-    for row in (names, *rows):
-        cells = zip(row, widths, columns, strict=True)
-        padded_cells = (cell.ljust(width) if side == "left" else cell.rjust(width) for cell, width, (_, side) in cells)
-        lines.append((" " * gap).join(padded_cells).rstrip())
+    for *row, last in (names, *rows):
+        first, *more = wrap_text(last, room) if last and room is not None and len(last) > room else [last]
+        for cells in ((*row, first), *((*[""] * len(row), line) for line in more)):
+            places = zip(cells, widths, columns, strict=True)
+            texts = (cell.ljust(most) if side == "left" else cell.rjust(most) for cell, most, (_, side) in places)
+            lines.append((" " * gap).join(texts).rstrip())
     return lines
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Final
 
-_TEXT: Final = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([a-z]+)")
+_TEXT: Final = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]{1,16}(?:/[A-Za-z]{1,8})?)")
 _UNITS_NS: Final = {
     "ns": 1,
     "us": 1_000,
@@ -18,7 +19,6 @@ _UNITS_NS: Final = {
 }
 DURATION_NS_MAX: Final = 365 * 24 * _UNITS_NS["h"]
 
-_RATE_TEXT: Final = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]{1,8}(?:/[A-Za-z]{1,8})?)")
 _RATE_UNITS_BITS: Final = {
     "bit/s": 1,
     "kbit/s": 10**3,
@@ -39,6 +39,19 @@ RATE_BYTES_PER_S_MAX: Final = 10**14 // 8
 """100 Tbit/s: more than any line between datacenters."""
 
 
+def _split(value: object, kind: str, units: Mapping[str, int], *, examples: tuple[str, str]) -> tuple[str, str]:
+    """Number and unit of a text. Raises ValueError: it has none of these units; with two that are often meant."""
+    text = "" if isinstance(value, bool) else str(value).strip()
+    match = _TEXT.fullmatch(text)
+    if match is not None and match[2] in units:
+        return match[1], match[2]
+    if match is not None:
+        raise ValueError(f"unit {match[2]!r} is unknown (capitals count); use one of {', '.join(units)}")
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        raise ValueError(f'it has no unit; write "{value}{examples[0]}" or "{value}{examples[1]}"')
+    raise ValueError(f'it must be a {kind}, such as "20{examples[0]}" or "2{examples[1]}"')
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Duration:
     """A length of time; `ns` is an integer."""
@@ -57,18 +70,7 @@ def parse_duration(value: object) -> Duration:
     """`"200ms"`, `"1.5s"`, `"10min"`. Raises ValueError: with a text that completes "SETTING is VALUE: ..."."""
     if isinstance(value, Duration):
         return value
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError('it must be a duration, such as "200ms" or "2s"')
-    match = _TEXT.fullmatch(str(value).strip())
-    if match is None:
-        bare = re.fullmatch(r"\d+(\.\d+)?", str(value).strip())
-        hint = (
-            f'it has no unit; write "{value}ms" or "{value}s"' if bare else 'it is no duration; write "200ms" or "2s"'
-        )
-        raise ValueError(hint)
-    number, unit = match.groups()
-    if unit not in _UNITS_NS:
-        raise ValueError(f"unit {unit!r} is unknown; use one of {', '.join(_UNITS_NS)}")
+    number, unit = _split(value, "duration", _UNITS_NS, examples=("ms", "s"))
     exact = Decimal(number) * _UNITS_NS[unit]
     if exact > DURATION_NS_MAX:
         raise ValueError("it is longer than a year")
@@ -96,20 +98,7 @@ def parse_rate(value: object) -> Rate:
     """
     if isinstance(value, Rate):
         return value
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError('it must be a rate, such as "2Gbit/s" or "25MB/s"')
-    match = _RATE_TEXT.fullmatch(str(value).strip())
-    if match is None:
-        bare = re.fullmatch(r"\d+(\.\d+)?", str(value).strip())
-        hint = (
-            f'it has no unit; write "{value}Mbit/s" or "{value}MB/s"'
-            if bare and float(bare[0])
-            else 'it is no rate; write "2Gbit/s" or "25MB/s"'
-        )
-        raise ValueError(hint)
-    number, unit = match.groups()
-    if unit not in _RATE_UNITS_BITS:
-        raise ValueError(f"unit {unit!r} is unknown (capitals count); use one of {', '.join(_RATE_UNITS_BITS)}")
+    number, unit = _split(value, "rate", _RATE_UNITS_BITS, examples=("Mbit/s", "MB/s"))
     bytes_per_s = int(Decimal(number) * _RATE_UNITS_BITS[unit] / 8)
     if bytes_per_s < 1:
         raise ValueError("it is less than a byte per second")

@@ -31,9 +31,6 @@ SYNC_EVERY_LIMIT: Final = 100_000
 TIGHT: Final = Fraction(5, 100)
 """Less slack than this is named: a budget is used up to 95 % when there is work."""
 
-SPARED: Final = Fraction(9, 10)
-"""A second setting is only changed if H then need not grow to more than this part of what it would be alone."""
-
 BITS: Final = {Codec.INT4: 4, Codec.INT8: 8, Codec.BF16: 16, Codec.FP32: 32}
 
 
@@ -64,18 +61,10 @@ def find_changes(plan: Plan) -> tuple[Change, ...]:
     """Changes each of which makes a plan fit, by itself; none if it fits.
 
     Sorted: those of one setting first, then by how much they change it.
-
-    Where no codec is enough, int4 both ways together with the H that it then takes.
     """
     if plan.fits:
         return ()
-    bits = _fewer_bits(plan)
-    candidates = (
-        _longer_cycle(plan),
-        bits if bits is not None else _fewest_bits_and_longer_cycle(plan),
-        _larger_budget(plan),
-        _more_rounds(plan),
-    )
+    candidates = (_longer_cycle(plan), _fewer_bits(plan), _larger_budget(plan), _more_rounds(plan))
     changes = [change for change in candidates if change is not None]
     return tuple(sorted(changes, key=lambda change: (len(change.settings), change.factor)))
 
@@ -130,21 +119,6 @@ def _fewer_bits(plan: Plan) -> Change | None:
     if best is None:
         return None
     return _codec_change(plan, best[2])
-
-
-def _fewest_bits_and_longer_cycle(plan: Plan) -> Change | None:
-    now = plan.workload.settings
-    settings = replace(now, codec_up=Codec.INT4, codec_down=Codec.INT4)
-    least = make_plan(replace(plan.workload, settings=settings), plan.network)
-    steps, alone = sync_every_min(least), sync_every_min(plan)
-    if steps is None or (alone is not None and steps > SPARED * alone):
-        return None  # bytes are not what is too much, or there are no fewer
-    bits = _codec_change(plan, settings)
-    return Change(
-        (*bits.settings, ("rounds.sync_every", str(steps))),
-        f"{bits.text}, and merge each fragment every {steps} steps instead of {now.sync_every}",
-        bits.factor * Fraction(steps, now.sync_every),
-    )
 
 
 def _codec_change(plan: Plan, settings: RunSettings) -> Change:
@@ -204,7 +178,7 @@ def verdict(plan: Plan) -> str:
         rate = "" if plan.network.has_limits else ", whatever the rate"
         return (
             f"does not fit{rate}: a cycle of H = {plan.workload.settings.sync_every} steps is {_too_short(plan)} too "
-            f"short; {_decides(plan)}; as it is, each fragment is merged every {_kept(plan)} steps"
+            f"short; {_decides(plan)}; as it is, each fragment is merged every {_steps_now(plan)} steps"
         )
     if not plan.network.has_limits:
         return "fits, as far as delays go: neither a budget nor a mesh was given"
@@ -239,7 +213,7 @@ def _flight(plan: Plan) -> str:
     )
 
 
-def _kept(plan: Plan) -> str:
+def _steps_now(plan: Plan) -> str:
     return f"{float(plan.sync_every_kept):.1f}"
 
 
@@ -288,7 +262,7 @@ def budget_warning(
     remedy = "; any one of these would do: " + "; ".join(str(change) for change in changes) if changes else ""
     return (
         f"the schedule can't be kept within the budget, H = {settings.sync_every} at {_seconds(step_time_ns)} a step: "
-        f"{_decides(plan)}; each fragment is merged every {_kept(plan)} steps instead{remedy}"
+        f"{_decides(plan)}; each fragment is merged every {_steps_now(plan)} steps instead{remedy}"
     )
 
 

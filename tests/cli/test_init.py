@@ -82,17 +82,12 @@ def test_questions_are_asked_for_what_no_flag_says() -> None:
     assert (config.run.id, config.run.steps, list(config.regions)) == ("try", 7, ["eu"])
 
 
-def test_nothing_is_overwritten_and_force_keeps_what_was_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--regions", REGIONS, "--yes"]) == 0
     first = Path("run.toml").read_text()
-    key = Path("certs/ca.key").read_bytes()
     assert main(["init", "--regions", "eu=10.0.0.1:7400", "--yes"]) == 2
     assert "run.toml is there already" in capsys.readouterr().err
     assert Path("run.toml").read_text() == first
-    assert main(["init", "--regions", "eu=10.0.0.1:7400", "--yes", "--force"]) == 0
-    assert Path("run.toml.old-1").read_text() == first
-    assert Path("certs.old-1/ca.key").read_bytes() == key
-    assert list(load_config(Path("run.toml")).regions) == ["eu"]
 
 
 @pytest.mark.parametrize(
@@ -123,14 +118,6 @@ def test_what_is_wrong_is_refused_before_anything_is_written(
     assert list(Path().iterdir()) == []
 
 
-@pytest.mark.parametrize("flags", [["--run-id", 'a"#'], ["--budget", "fast"], ["--regions", "a,b"]])
-def test_force_with_a_wrong_flag_leaves_the_run_as_it_is(flags: list[str]) -> None:
-    assert main(["init", "--regions", REGIONS, "--yes"]) == 0
-    before = sorted(Path().rglob("*"))
-    assert main(["init", "--regions", REGIONS, "--yes", "--force", *flags]) == 2
-    assert sorted(Path().rglob("*")) == before
-
-
 def test_another_script_of_that_name_is_not_taken_for_the_one_that_was_given(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -141,8 +128,9 @@ def test_another_script_of_that_name_is_not_taken_for_the_one_that_was_given(
     assert main(words) == 2
     assert "lab/my train.py is there already" in capsys.readouterr().err
     assert [path.name for path in Path("lab").iterdir()] == ["my train.py"]
-    assert main([*words, "--force"]) == 0
-    assert (Path("lab/my train.py").read_text(), Path("lab/my train.py.old-1").read_text()) == ("new", "old")
+    Path("lab/my train.py").unlink()
+    assert main(words) == 0
+    assert Path("lab/my train.py").read_text() == "new"
     tars = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if " tar c " in line]
     assert [words[:5] for words in tars] == [["tar", "c", "run.toml", "my train.py", f"certs/{line}"] for line in NAMES]
 

@@ -239,7 +239,7 @@ def test_by_name_by_folder_and_for_one_peer(region: Region) -> None:
     [
         ([], 2, "nothing to set"),
         (["--egress", "25"], 2, "--egress is '25': it has no unit"),
-        (["--ingress", "unlimited"], 2, 'write "2Gbit/s" or "25MB/s"; "none" is no limit'),
+        (["--ingress", "unlimited"], 2, 'it must be a rate, such as "20Mbit/s" or "2MB/s"; "none" is no limit'),
         (["eu", "--egress", "1Gbit/s", "--peer", "mars"], 2, "eu refuses: peer 'mars'"),
         (["mars", "--egress", "1Gbit/s"], 2, "mars"),
         (["us", "--egress", "1Gbit/s"], 5, "holds no admin.port"),

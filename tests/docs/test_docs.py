@@ -21,7 +21,7 @@ PAGES: Final = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
 )
 WORDS_MAX: Final = 30
-ALL_WORDS_MAX: Final = 37_200
+ALL_WORDS_MAX: Final = 35_000
 
 _FENCE: Final = re.compile(r"^\s*(```|~~~)")
 _ITEM: Final = re.compile(r"^\s*([-*+]|\d+\.)\s+")

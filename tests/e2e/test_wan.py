@@ -55,16 +55,8 @@ def run_demo(file: Path, folder: Path, seconds: int) -> dict[str, Any]:
     return report
 
 
-def check_what_always_holds(report: dict[str, Any], backend: str) -> None:
+def check_what_always_holds(report: dict[str, Any]) -> None:
     """However busy the machine was."""
-    wan = report["wan"]
-    assert wan["backend"] == backend
-    assert len(wan["pairs"]) == 6
-    for pair in wan["pairs"]:  # nothing is faster than the file says; how near it is, is test_wan_emulation's
-        assert pair["rtt_ms"] == 40
-        assert pair["rtt_measured_ms"] is None or pair["rtt_measured_ms"] >= 39.5
-        rate = pair["goodput_bits_per_s"]
-        assert rate is None or 0 < rate < 1.5 * pair["rate_bits_per_s"]
     assert report["equal_digests"]
     assert report["tokens"]["balanced"], report["tokens"]["faults"]
 
@@ -72,8 +64,7 @@ def check_what_always_holds(report: dict[str, Any], backend: str) -> None:
 def has_shown_all(report: dict[str, Any], seconds: int) -> bool:
     """Whether the cut was long enough on this machine, and the rest of the training after it."""
     outage = report["outage"]
-    assert outage["region"] in {"east", "west", "south"}
-    assert outage["seconds"] > 0.19 * seconds
+    assert (outage["region"], outage["seconds"]) == ("south", 0.2 * seconds)
     # It is in none of the rounds that the others committed meanwhile, but for those that were under way at the cut.
     ratios = {region["name"]: region["participation"] for region in report["regions"]}
     committed, in_flight_max = report["rounds_committed"], 2
@@ -83,21 +74,19 @@ def has_shown_all(report: dict[str, Any], seconds: int) -> bool:
         outage["inner_steps"] > 0
         and outage["commits_of_others"] > in_flight_max
         and included > 0
-        and outage["seconds_to_equal_digests"] is not None
-        and set(outage["val_loss_at_heal"]) == {"east", "west", "south"}
+        and outage["seconds_to_merge"] is not None
     )
 
 
-def test_a_region_that_is_cut_off_trains_on_and_holds_the_same_bytes_after_the_heal(tmp_path: Path) -> None:
-    choice = emulation.choose_backend()
-    if choice.backend == "none":
-        pytest.skip(f"the demo on an emulated WAN is NOT tested on this machine: {choice.why}")
+def test_a_region_that_is_cut_off_trains_on_and_is_merged_again_after_the_heal(tmp_path: Path) -> None:
+    if fault := emulation.emulation_fault():
+        pytest.skip(f"the demo on an emulated WAN is NOT tested on this machine: {fault}")
     file = tmp_path / "three.toml"
     file.write_text(TEXT)
     shown = []
     for seconds in (20, 60, 180):  # a busy machine needs longer to come so far
         report = run_demo(file, tmp_path / f"run{seconds}", seconds)
-        check_what_always_holds(report, choice.backend)
+        check_what_always_holds(report)
         if has_shown_all(report, seconds):
             return
         shown.append(report["outage"])

@@ -17,7 +17,7 @@ from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
 from diloco_node.wire.message_tables import PROTOCOL_VERSION
 from tests.kit.stacks import to_its_end
-from tests.kit.waiting import Changing
+from tests.kit.waiting import Changing, eventually
 
 DEADLINE_S = 120.0
 RUN = "run1"
@@ -188,3 +188,9 @@ async def end_of(reader: asyncio.StreamReader) -> bytes:
         return await reader.read()
     except ConnectionError:
         return b""
+
+
+async def status_of(transport: GrpcTransport, peer: str, text: str) -> str:
+    """What this side says of a peer, once it holds the text."""
+    await eventually(lambda: text in transport.peer_status()[peer].error)
+    return transport.peer_status()[peer].error

@@ -338,7 +338,7 @@ def test_codecs_change_as_little_as_is_enough() -> None:
     both = {tuple(dict(change.settings)) for change in find_changes(make_plan(work, network(400)))}
     assert ("rounds.codec_up", "rounds.codec_down") in both
     least = {tuple(dict(change.settings)) for change in find_changes(make_plan(work, network(100)))}
-    assert ("rounds.codec_up", "rounds.codec_down", "rounds.sync_every") in least
+    assert least == {("rounds.sync_every",), ("budget",)}, "no codecs are enough"
 
 
 def test_h_stays_above_tau_however_fast_the_links_are() -> None:
@@ -406,8 +406,7 @@ def test_a_node_says_in_one_line_what_is_too_small_and_what_would_do() -> None:
     assert text == (
         "the schedule can't be kept within the budget, H = 24 at 1 s a step: egress of each region needs "
         "2.03 Gbit/s of 800 Mbit/s; each fragment is merged every 60.9 steps instead; any one of these would do: "
-        'rounds.sync_every = 61; budget = "2.42Gbit/s"; '
-        'rounds.codec_down = "int4", rounds.sync_every = 41'
+        'rounds.sync_every = 61; budget = "2.42Gbit/s"'
     )
     assert "\n" not in text
     assert warning(None, ingress_bytes_per_s=100_000_000).count("ingress of each region needs 2.03 Gbit/s") == 1

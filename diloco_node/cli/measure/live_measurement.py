@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from diloco_node.cli.admin_client import is_answering, post
+from diloco_node.cli.admin_client import ask_in, post
 from diloco_node.errors import ConfigError, DilocoError, PeerError, PeersUnreachable
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def find_daemon(config: Path | None, region: str | None) -> Path | None:
         run_config.check_region(region)
     names = [region] if region is not None else list(run_config.regions)
     folders = [run_config.state_dir(name).resolve() for name in names]
-    daemons = [folder for folder in folders if is_answering(folder, SILENT_S)]
+    daemons = [folder for folder in folders if "error" not in ask_in(folder)]
     if len(daemons) > 1:
         running = ", ".join(folder.name for folder in daemons)
         raise ConfigError(

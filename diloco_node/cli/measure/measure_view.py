@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from diloco_node.cli.tables import plain_table, table_console
+import typer
+
+from diloco_node.cli.tables import output_width, table_lines, wrap_text
 
 LOSS_NOTE: Final = (
     "Probes travel over TCP, which hides loss: `retrans.` is the part of the bytes that the kernels of both ends "
@@ -18,51 +20,49 @@ SHORT: Final = 0.9
 
 def show(document: Mapping[str, Any]) -> None:
     """Print a document: rows of latency, bandwidth, or pairs of a mesh."""
-    console = table_console()
-    lines: list[str] = []
     if "rows" in document:
-        console.print(latency_table(document), LOSS_NOTE, sep="\n\n")
+        lines = [*latency_table(document), "", *wrap_text(LOSS_NOTE, output_width())]
     elif "bytes_per_second" in document:
-        console.print(bandwidth_title(document), soft_wrap=True)
-        console.print(bandwidth_table(document))
+        lines = [bandwidth_title(document), *bandwidth_table(document)]
         if document["counted_seconds"] < SHORT * document["seconds"]:
             lines.append(f"its bytes (--most) were used up early: {document['counted_seconds']:.2g} s were counted")
     else:
-        console.print(mesh_table(document))
+        lines = mesh_table(document)
     if document.get("ended_early"):
         lines.append("ended early: this is what was measured until then")
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        typer.echo(line)
 
 
-def latency_table(document: Mapping[str, Any]) -> Any:
-    """Rows of `measure latency`."""
-    table = _table("load", "probes", "unanswered", "min", "p50", "p99", "max", "jitter", "retrans.", "TCP min")
+def latency_table(document: Mapping[str, Any]) -> list[str]:
+    """The row of `measure latency`."""
+    columns = ("probes", "unanswered", "min", "p50", "p99", "max", "jitter", "retrans.", "TCP min")
+    rows = []
     for row in document["rows"]:
         least = row["tcp_rtt_min_seconds"]
-        table.add_row(
-            row["load"],
-            str(row["answered"] + row["unanswered"]),
-            str(row["unanswered"]),
-            *(_ms(row[f"{name}_seconds"]) for name in ("min", "p50", "p99", "max", "jitter")),
-            _share(row["retransmitted_share"]),
-            "?" if least is None else _ms(least),
+        rows.append(
+            (
+                str(row["answered"] + row["unanswered"]),
+                str(row["unanswered"]),
+                *(_ms(row[f"{name}_seconds"]) for name in ("min", "p50", "p99", "max", "jitter")),
+                _share(row["retransmitted_share"]),
+                "?" if least is None else _ms(least),
+            )
         )
-    return table
+    return _table(columns, rows)
 
 
-def bandwidth_table(document: Mapping[str, Any]) -> Any:
-    """Row of `measure bandwidth`."""
-    table = _table("conn.", "Mbit/s", "median", "p10", "p90", "CPU out", "in", "retrans.")
+def bandwidth_table(document: Mapping[str, Any]) -> list[str]:
+    """The row of `measure bandwidth`."""
     cpu, sent_bytes = document["cpu_seconds_per_gb"], document["sent_bytes"]
-    table.add_row(
+    row = (
         str(document["connections"]),
-        *(_mbit(document[f"bytes_per_second{part}"]) for part in ("", "_median", "_p10", "_p90")),
+        *(_mbit(document[f"bytes_per_second{suffix}"]) for suffix in ("", "_median", "_p10", "_p90")),
         f"{cpu['sender']:.2f}",
         f"{cpu['receiver']:.2f}",
         _share(document["retransmitted_bytes"] / sent_bytes if sent_bytes else None),
     )
-    return table
+    return _table(("conn.", "Mbit/s", "median", "p10", "p90", "CPU out", "in", "retrans."), [row])
 
 
 def bandwidth_title(document: Mapping[str, Any]) -> str:
@@ -85,27 +85,23 @@ def _lane_note(document: Mapping[str, Any]) -> str:
     return f"\nthrough the running daemon, over the run's link, in its measurement lane{limit_note}: what rounds leave"
 
 
-def mesh_table(document: Mapping[str, Any]) -> Any:
+def mesh_table(document: Mapping[str, Any]) -> list[str]:
     """A row per ordered pair."""
-    table = _table("from", "to", "RTT p50", "p99", "jitter", "Mbit/s", "p10", "p90", "retrans.")
-    for row in document["pairs"]:
-        table.add_row(
+    rows = [
+        (
             row["from"],
             row["to"],
-            _ms(row["rtt_seconds"]),
-            _ms(row["rtt_p99_seconds"]),
-            _ms(row["jitter_seconds"]),
-            _mbit(row["bytes_per_second"]),
-            _mbit(row["bytes_per_second_p10"]),
-            _mbit(row["bytes_per_second_p90"]),
+            *(_ms(row[f"{name}_seconds"]) for name in ("rtt", "rtt_p99", "jitter")),
+            *(_mbit(row[f"bytes_per_second{suffix}"]) for suffix in ("", "_p10", "_p90")),
             _share(row["retransmitted_share"]),
         )
-    return table
+        for row in document["pairs"]
+    ]
+    return _table(("from", "to", "RTT p50", "p99", "jitter", "Mbit/s", "p10", "p90", "retrans."), rows)
 
 
-def _table(*columns: str) -> Any:
-    text = {"load", "from", "to"}
-    return plain_table(*((name, "left" if name in text else "right") for name in columns), is_wrapping=False)
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return table_lines([(name, "left" if name in ("from", "to") else "right") for name in columns], rows)
 
 
 def _ms(seconds: float) -> str:

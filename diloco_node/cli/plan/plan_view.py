@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from diloco_node.cli.plan.plan_command import ASSUMED
-from diloco_node.cli.tables import human_bytes, plain_table
+from diloco_node.cli.tables import human_bytes, output_width, table_lines, wrap_text
 from diloco_node.numeric import NS_PER_S
 from diloco_node.planning.advice import budget_min, find_changes, mean_bits, sync_every_min, verdict
 from diloco_node.planning.plan import Flow, FlowKind, Plan
@@ -95,21 +95,24 @@ def _flow_document(plan: Plan, flow: Flow) -> dict[str, Any]:
 # ---- for people ------------------------------------------------------------------------------------------------------
 
 
-def render(plan: Plan, inputs: Mapping[str, str]) -> Any:
+def render(plan: Plan, inputs: Mapping[str, str]) -> list[str]:
     """Verdict first, then the changes that would fit, then the numbers."""
-    from rich.console import Group
-    from rich.text import Text
-
-    blank = Text("")
-    lines: list[Any] = [Text(line) for line in _head(plan, inputs)]
-    words = verdict(plan)
-    lines += [blank, Text(f"{words[:1].upper()}{words[1:]}.", style="bold")]
-    changes = find_changes(plan)
+    words, changes = verdict(plan), find_changes(plan)
+    width = output_width()
+    lines = [*_head(plan, inputs), "", f"{words[:1].upper()}{words[1:]}."]
     if changes:
-        lines += [Text("Any one of these fits, the smallest change first:"), _changes_table(plan)]
-    lines += [Text(line) for line in _spare(plan)]
-    lines += [blank, _traffic_table(plan), blank, _round_table(plan), blank, _storage_table(plan)]
-    return Group(*lines, blank, *(Text(line, style="dim") for line in _notes(plan)))
+        rows = [(f"{number}.", str(change), change.text) for number, change in enumerate(changes, start=1)]
+        table = table_lines([("", "left"), ("set", "left"), ("that is", "left")], rows, width=width)
+        lines += ["Any one of these fits, the smallest change first:", *table]
+    lines += _spare(plan)
+    tables = [*_traffic_table(plan), "", *_round_table(plan, width), "", *_storage_table(plan, width), ""]
+    return [*_to_width(lines, width), "", *tables, *_to_width(_notes(plan), width)]
+
+
+def _to_width(lines: Iterable[str], width: int | None) -> list[str]:
+    return [
+        row for line in lines for row in ([line] if width is None or len(line) <= width else wrap_text(line, width))
+    ]
 
 
 def _head(plan: Plan, inputs: Mapping[str, str]) -> Iterable[str]:
@@ -150,37 +153,26 @@ def _spare(plan: Plan) -> Iterable[str]:
             yield f"The least budget that keeps this schedule is {format_rate(rate)} in and out of every region."
 
 
-def _changes_table(plan: Plan) -> Any:
-    from rich.text import Text
-
-    table = plain_table(("", "left"), ("set", "left"), ("that is", "left"))
-    for index, change in enumerate(find_changes(plan)):
-        settings = "\n".join(f"{key} = {value}" for key, value in change.settings)
-        table.add_row(f"{index + 1}.", Text(settings), Text(change.text))
-    return table
-
-
-def _traffic_table(plan: Plan) -> Any:
-    from rich.text import Text
-
-    columns = (("wire traffic", "left"), ("a round", "right"), ("average", "right"), ("peak", "right"))
-    table = plain_table(*columns, ("limit", "right"), ("used", "right"))
-    rows = list(_traffic_rows(plan))
-    for name, flow in rows[:ROWS_MAX]:
+def _traffic_table(plan: Plan) -> list[str]:
+    columns = (("wire traffic", "left"), *((name, "right") for name in ("a round", "average", "peak", "limit", "used")))
+    flows, count = list(_traffic_rows(plan)), len(plan.workload.fragments)
+    rows: list[tuple[str, ...]] = []
+    for name, flow in flows[:ROWS_MAX]:
         peak, limit = plan.peak(flow), flow.limit_bytes_per_s
-        table.add_row(
-            Text(name),
-            human_bytes(flow.cycle / len(plan.workload.fragments)),
-            format_rate(plan.average(flow)),
-            "-" if peak is None else format_rate(peak),
-            "-" if limit is None else format_rate(limit),
-            "-" if limit is None else f"{float(100 * plan.average(flow) / limit):.0f} %",
+        rows.append(
+            (
+                name,
+                human_bytes(flow.cycle / count),
+                format_rate(plan.average(flow)),
+                "-" if peak is None else format_rate(peak),
+                "-" if limit is None else format_rate(limit),
+                "-" if limit is None else f"{float(100 * plan.average(flow) / limit):.0f} %",
+            )
         )
-    sent_bytes = sum(flow.cycle for flow in _of_kind(plan, FlowKind.EGRESS)) / len(plan.workload.fragments)
-    if len(rows) > ROWS_MAX:
-        table.add_row(Text(f"and {len(rows) - ROWS_MAX} lines with more room (--json has all)"))
-    table.add_row("all regions together", human_bytes(sent_bytes), "", "", "", "")
-    return table
+    if len(flows) > ROWS_MAX:
+        rows.append((f"and {len(flows) - ROWS_MAX} lines with more room (--json has all)", *[""] * 5))
+    sent_bytes = sum(flow.cycle for flow in _of_kind(plan, FlowKind.EGRESS)) / count
+    return table_lines(columns, [*rows, ("all regions together", human_bytes(sent_bytes), *[""] * 4)])
 
 
 def _traffic_rows(plan: Plan) -> Iterable[tuple[str, Flow]]:
@@ -195,19 +187,21 @@ def _traffic_rows(plan: Plan) -> Iterable[tuple[str, Flow]]:
             yield (f"{flow.region} to {flow.peer}" if kind is FlowKind.LINK else f"{words} {flow.region}"), flow
 
 
-def _round_table(plan: Plan) -> Any:
+def _round_table(plan: Plan, width: int | None) -> list[str]:
     time, step_ns = plan.need.round_time, plan.workload.step_time_ns
-    table = plain_table(("a round, due to applied", "left"), ("time", "right"), ("steps", "right"), ("", "left"))
-    rows = [
+    columns = (("a round, due to applied", "left"), ("time", "right"), ("steps", "right"), ("", "left"))
+    times = [
         ("eight one-way delays", time.latency_ns, ""),
         ("two step boundaries", time.boundary_ns, "half a step each on average"),
         ("transfer", time.transfer_ns, "" if plan.network.has_limits else "no limit given"),
         ("together", time.total_ns, ""),
         ("overlap, tau steps", time.overlap_ns, _overlap_words(plan)),
     ]
-    for name, duration_ns, words in rows:
-        table.add_row(name, _seconds(duration_ns), f"{duration_ns / step_ns:.2f}", words)
-    return table
+    return table_lines(
+        columns,
+        [(name, _seconds(duration_ns), f"{duration_ns / step_ns:.2f}", words) for name, duration_ns, words in times],
+        width=width,
+    )
 
 
 def _overlap_words(plan: Plan) -> str:
@@ -218,10 +212,8 @@ def _overlap_words(plan: Plan) -> str:
     return f"the round takes longer: learners never wait, but expect {steps} steps of overlap"
 
 
-def _storage_table(plan: Plan) -> Any:
-    table = plain_table(
-        ("memory and disk of a region", "left"), ("bytes", "right"), ("per parameter", "right"), ("", "left")
-    )
+def _storage_table(plan: Plan, width: int | None) -> list[str]:
+    columns = (("memory and disk of a region", "left"), ("bytes", "right"), ("per parameter", "right"), ("", "left"))
     words = {
         "daemon": "momentum",
         "base": "more in a learner of several types or ranks, or that encodes on a GPU",
@@ -233,15 +225,12 @@ def _storage_table(plan: Plan) -> Any:
         "checkpoints": "two states, and two of the learner's optimizer",
         "payloads": "at most, for regions that come back",
     }
-    for name, size in _storage_parts(plan):
-        _add_size(table, name, size, plan.workload.values, words[name])
-    _add_size(table, "memory together", plan.storage.memory, plan.workload.values, "")
-    _add_size(table, "disk together", plan.storage.disk, plan.workload.values, "")
-    return table
-
-
-def _add_size(table: Any, name: str, size: int, values: int, words: str) -> None:
-    table.add_row(name, human_bytes(size), f"{size / values:.2f} B", words)
+    sums = (("memory together", plan.storage.memory), ("disk together", plan.storage.disk))
+    rows = [
+        (name, human_bytes(size), f"{size / plan.workload.values:.2f} B", words.get(name, ""))
+        for name, size in (*_storage_parts(plan), *sums)
+    ]
+    return table_lines(columns, rows, width=width)
 
 
 def _storage_parts(plan: Plan) -> Sequence[tuple[str, int]]:

@@ -184,22 +184,6 @@ def find_left_behind(state_dir: Path) -> list[Process]:
     return find_marked(f"DILOCO_STATE={state_dir.resolve()}")
 
 
-def running_demo() -> Path:
-    """The folder of the only demo that runs out of `runs/` here.
-
-    Raises ConfigError: there is none, or there are several.
-    """
-    folders = []
-    for path in sorted(Path("runs").glob(f"*/{DEMO_FILE}")):
-        with contextlib.suppress(ConfigError):
-            if DemoFile.load(path.parent).is_running:
-                folders.append(path.parent)
-    if len(folders) != 1:
-        here = "no demo runs" if not folders else f"{len(folders)} demos run ({', '.join(map(str, folders))})"
-        raise ConfigError(f"{here} in runs/ here: name its folder with --folder")
-    return folders[0]
-
-
 def find_marked(*settings: str) -> list[Process]:
     """Processes, the oldest first, whose environment holds all of these settings; never this one."""
     settings_wanted, processes = [setting.encode() for setting in settings], []
@@ -230,8 +214,8 @@ def _learner(family: list[Process], learner_pid: int | None) -> list[Process]:
 
     The one that is attached; if none is, the newest of those that have no child among them and are no fork server.
     """
-    if named := [process for process in family if process.pid == learner_pid]:
-        return named
+    if same := [process for process in family if process.pid == learner_pid]:
+        return same
     parents = {_stat(process.pid)[1] for process in family}
     return [process for process in family if str(process.pid) not in parents and not _is_fork_server(process.pid)][-1:]
 

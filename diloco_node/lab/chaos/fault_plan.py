@@ -151,15 +151,6 @@ def storm(
     return FaultPlan(tuple(faults))
 
 
-def parse_victims(text: str) -> tuple[str, ...]:
-    """`daemon,learner` as a tuple without repetitions. Raises ValueError: a name is none of VICTIMS."""
-    names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    unknown = [name for name in names if name not in VICTIMS]
-    if unknown or not names:
-        raise ValueError(f"name some of {', '.join(VICTIMS)}, with commas")
-    return names
-
-
 def parse_target(text: str, regions: Sequence[str]) -> FaultTarget:
     """`us-east`, or `us-east.daemon`. Raises ConfigError: there is no such region, or it has no such part."""
     if text in regions:

@@ -42,7 +42,9 @@ def read_script(file: Path, regions: Sequence[str]) -> FaultPlan:
     Args:
         regions: those that are there from the beginning, as voters; others may join.
 
-    Raises ConfigError: it can't be read, a line is wrong, or a target is not there at its time.
+    A region that is not there at its time is struck by nothing; what a member can't do then the run itself refuses.
+
+    Raises ConfigError: it can't be read, or a line is wrong.
     """
     try:
         if file.stat().st_size > SCRIPT_BYTES_MAX:
@@ -58,12 +60,9 @@ def read_script(file: Path, regions: Sequence[str]) -> FaultPlan:
     if len(rows) > FAULTS_MAX:
         raise ConfigError(f"{file} has {len(rows)} faults: at most {FAULTS_MAX}")
     joiners = [_at(file, number, _joiner, document) for number, document in rows if document["do"] == "join"]
-    names, members = [*regions, *joiners], _Members(regions)
-    faults = [(number, _at(file, number, _fault, document, names)) for number, document in rows]
-    faults.sort(key=lambda row: (row[1].at_ns, row[0]))
-    for number, fault in faults:
-        _at(file, number, members.take, fault)
-    return FaultPlan(tuple(fault for _, fault in faults))
+    names = [*regions, *joiners]
+    faults = [_at(file, number, _fault, document, names) for number, document in rows]
+    return FaultPlan(tuple(sorted(faults, key=lambda fault: fault.at_ns)))
 
 
 def _at(file: Path, number: int, work: Callable[..., T], *arguments: Any) -> T:
@@ -72,36 +71,6 @@ def _at(file: Path, number: int, work: Callable[..., T], *arguments: Any) -> T:
         return work(*arguments)
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"{file}, line {number}: {error}") from None
-
-
-class _Members:
-    """The members of a demo, as a script goes on."""
-
-    def __init__(self, founders: Sequence[str]) -> None:
-        self._votes = dict.fromkeys(founders, True)
-        self._former: set[str] = set()
-
-    def take(self, fault: PlannedFault) -> None:
-        """Follow the next fault or order. Raises ConfigError: it can't be at this time."""
-        name, at = fault.target.region, f"at {fault.at_ns / NS_PER_S:g} s"
-        has_vote = self._votes.get(name)
-        if fault.kind == "join":
-            if has_vote is not None or name in self._former:
-                what = "is there already" if has_vote is not None else "has left"
-                raise ConfigError(f"{name} {what} {at}: let a region of another name join")
-            self._votes[name] = False
-            return
-        if has_vote is None:
-            raise ConfigError(f"{name} is not there {at}: it {'has left' if name in self._former else 'joins later'}")
-        if fault.kind in ("promote", "demote"):
-            if has_vote is (fault.kind == "promote"):
-                raise ConfigError(f"{name} has {'a vote already' if has_vote else 'no vote'} {at}")
-            self._votes[name] = not has_vote
-        elif fault.kind == "leave":
-            del self._votes[name]
-            self._former.add(name)
-        if not any(self._votes.values()):
-            raise ConfigError(f"{fault.kind} {name} {at} leaves no voter: nothing would be merged")
 
 
 def _joiner(document: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Final
 from diloco_node.core.types import Entry, RoundBody
 from diloco_node.lab.chaos.executor import StruckFault
 from diloco_node.lab.chaos.fault_plan import VICTIMS
+from diloco_node.lab.wan.topology import Outage
 from diloco_node.numeric import NS_PER_S
 
 MINUTE_NS: Final = 60 * NS_PER_S
@@ -32,7 +33,6 @@ class RegionSample:
         has_learner: a learner lives, attached or not. is_stopped: it stands still (SIGSTOP).
         incarnation, step: of its learner, as last known. attached_step: where its process attached.
         commit_index, rounds, tokens_merged: of the run, as this region knows them.
-        val_loss: held-out loss of the merged parameters, as last measured there; None: not yet, or not known any more.
     """
 
     has_daemon: bool
@@ -43,7 +43,6 @@ class RegionSample:
     commit_index: int = 0
     rounds: int = 0
     tokens_merged: int = 0
-    val_loss: float | None = None
     is_stopped: bool = False
 
 
@@ -54,20 +53,9 @@ class RunSample:
     at_ns: int
     regions: Mapping[str, RegionSample]
 
-    @property
-    def commit_index(self) -> int:
-        """The newest that anyone knows."""
-        return max(region.commit_index for region in self.regions.values())
-
-    @property
-    def rounds(self) -> int:
-        """Committed, likewise."""
-        return max(region.rounds for region in self.regions.values())
-
-    @property
-    def tokens_merged(self) -> int:
-        """Likewise."""
-        return max(region.tokens_merged for region in self.regions.values())
+    def most(self, name: str) -> int:
+        """The most of a count that any region knows: commit_index, rounds or tokens_merged."""
+        return max(int(getattr(region, name)) for region in self.regions.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +103,7 @@ def timed_merges(entries: Iterable[Entry], samples: Sequence[RunSample], sizes: 
     """
     merges, total, at = [], sum(sizes), 0
     for entry in entries:
-        while at < len(samples) and samples[at].commit_index < entry.index:
+        while at < len(samples) and samples[at].most("commit_index") < entry.index:
             at += 1
         if at == len(samples):
             break
@@ -168,14 +156,13 @@ def training(
         "commits": commits,
         "commits_per_minute": commits * MINUTE_NS / end_ns if end_ns else None,
         "longest_gap_seconds": longest_gap_ns(samples, end_ns) / NS_PER_S,
-        "val_losses": [list(point) for point in loss_course(samples, end_ns)],
         "final": {"tokens": final[0], "val_loss": final[1]},
     }
 
 
 def _at(samples: Sequence[RunSample], at_ns: int, name: str) -> int:
     """The most that was known at a time; 0 before the first sample."""
-    return max((getattr(sample, name) for sample in samples if sample.at_ns <= at_ns), default=0)
+    return max((sample.most(name) for sample in samples if sample.at_ns <= at_ns), default=0)
 
 
 def longest_gap_ns(samples: Sequence[RunSample], end_ns: int) -> int:
@@ -183,9 +170,9 @@ def longest_gap_ns(samples: Sequence[RunSample], end_ns: int) -> int:
     times: list[int] = []
     rounds = _at(samples, 0, "rounds")
     for sample in samples:
-        if 0 < sample.at_ns <= end_ns and sample.rounds > rounds:
+        if 0 < sample.at_ns <= end_ns and sample.most("rounds") > rounds:
             times.append(sample.at_ns)
-            rounds = sample.rounds
+            rounds = sample.most("rounds")
     return int(longest_gap(times, 0, end_ns))
 
 
@@ -194,55 +181,27 @@ def longest_gap(times: Sequence[float], begin: float, end: float) -> float:
     return max(later - sooner for sooner, later in pairwise([begin, *times, end]))
 
 
-def loss_course(samples: Sequence[RunSample], end_ns: int) -> list[tuple[int, float]]:
-    """(tokens merged in the run, held-out loss of the merged parameters), whenever a region measured it in the window.
-
-    A region that has just come back may measure older parameters: in a storm the final model is what tells.
-    """
-    points: list[tuple[int, float]] = []
-    losses: dict[str, float] = {}
-    tokens = 0
-    for sample in samples:
-        if sample.at_ns > end_ns:
-            break
-        tokens = max(tokens, sample.tokens_merged)
-        for name, region in sorted(sample.regions.items()):
-            if region.val_loss is not None and region.val_loss != losses.get(name):
-                losses[name] = region.val_loss
-                points.append((tokens, region.val_loss))
-    return points
-
-
-def loss_at(points: Sequence[Sequence[float]], tokens: float) -> float | None:
-    """The loss of a course at a number of tokens, by a straight line between its points; None outside of them."""
-    for (before, loss_before), (after, loss_after) in pairwise(points):
-        if before <= tokens <= after:
-            share = (tokens - before) / (after - before) if after > before else 1.0
-            return float(loss_before + share * (loss_after - loss_before))
-    return None
-
-
 def merged_at_ns(samples: Sequence[RunSample], tokens: int) -> int:
     """When so many tokens were merged, as far as the samples tell; if they never were, the time of the last one."""
     last_ns = samples[-1].at_ns if samples else 0
-    return next((sample.at_ns for sample in samples if sample.at_ns > 0 and sample.tokens_merged >= tokens), last_ns)
+    return next(
+        (sample.at_ns for sample in samples if sample.at_ns > 0 and sample.most("tokens_merged") >= tokens), last_ns
+    )
 
 
 def compare(training: Mapping[str, Any], baseline: Mapping[str, Any], *, ends_by_tokens: bool) -> dict[str, Any]:
-    """A run beside an undisturbed one, both as `training` has them: goodput, and the losses at equal tokens.
+    """A run beside an undisturbed one, both as `training` has them: goodput, and the losses of the final models.
 
-    The final model's loss stands beside the other run's at as many tokens: that of its final model where both runs end
-    at a number of tokens, else what it measured on its way. Where the other run has none, None. So is the goodput of
-    single regions where one of both does not know their tokens.
+    Without figures of single regions in either run, None stands for theirs. Losses are compared at equal tokens only.
 
     Args:
         ends_by_tokens: both runs end when the same number of tokens is merged.
     """
     tokens_of, baseline_tokens_of = training["tokens_merged_of"], baseline["tokens_merged_of"]
-    tokens, loss = training["final"]["tokens"], training["final"]["val_loss"]
+    own, undisturbed = training["final"], baseline["final"]
     # Both windows are as long, unless the runs end at a number of tokens.
     slower = baseline["seconds"] / training["seconds"] if training["seconds"] else 0.0
-    baseline_loss = baseline["final"]["val_loss"] if ends_by_tokens else loss_on_the_way(baseline, tokens)
+    has_losses = ends_by_tokens and own["val_loss"] is not None and undisturbed["val_loss"]
     return {
         "goodput": _ratio(training["tokens_merged"] * slower, baseline["tokens_merged"]),
         "goodput_of": (
@@ -254,12 +213,14 @@ def compare(training: Mapping[str, Any], baseline: Mapping[str, Any], *, ends_by
             else None
         ),
         "loss": {
-            "tokens": tokens,
-            "own": loss,
-            "undisturbed": baseline_loss,
-            "undisturbed_tokens": baseline["final"]["tokens"] if ends_by_tokens else tokens,
-            "change": loss / baseline_loss - 1 if loss is not None and baseline_loss else None,
-        },
+            "tokens": own["tokens"],
+            "own": own["val_loss"],
+            "undisturbed": undisturbed["val_loss"],
+            "undisturbed_tokens": undisturbed["tokens"],
+            "change": own["val_loss"] / undisturbed["val_loss"] - 1,
+        }
+        if has_losses
+        else None,
     }
 
 
@@ -273,17 +234,6 @@ def goodput_there(
     there_s = {name: training["seconds"] - seconds for name, seconds in away_s.items()}
     tokens = sum(baseline_tokens_of[name] / baseline["seconds"] * seconds for name, seconds in there_s.items())
     return _ratio(training["tokens_merged"], tokens)
-
-
-def loss_on_the_way(training: Mapping[str, Any], tokens: int) -> float | None:
-    """Return the loss that a run measured on its way, at so many merged tokens.
-
-    No last round came before that, and the learning rate was not at its end. Such a loss may be a percent worse than
-    that of a final model (D-Q4, D-108).
-    """
-    end = training["final"]
-    last = [(end["tokens"], end["val_loss"])] if end["val_loss"] is not None else []
-    return loss_at([*training["val_losses"], *last], tokens)
 
 
 def _ratio(amount: float, whole: float) -> float | None:
@@ -344,6 +294,33 @@ def rejoins(
                 "never": never,
             }
     return documents
+
+
+def outage_document(outage: Outage, samples: Sequence[RunSample], merges: Sequence[TimedMerge]) -> dict[str, Any]:
+    """Build the report's field `outage`: what a region that was cut off did alone, and when it was merged again.
+
+    Args:
+        outage: a cut of one region from all others. samples: some before and after it.
+    """
+    name, end_ns = outage.scope.region, outage.at_ns + outage.for_ns
+    inside = [sample for sample in samples if outage.at_ns <= sample.at_ns <= end_ns]
+    steps = [sample.regions[name].step for sample in inside] or [0]
+    rounds = [
+        max((region.rounds for peer, region in sample.regions.items() if peer != name), default=0) for sample in inside
+    ] or [0]
+    returns = (
+        merge.at_ns - end_ns
+        for merge in merges
+        if merge.at_ns > end_ns and name in merge.members and merge.members[name].step_to > steps[-1]
+    )
+    back_ns = next(returns, None)
+    return {
+        "region": name,
+        "seconds": outage.for_ns / NS_PER_S,
+        "inner_steps": steps[-1] - steps[0],
+        "commits_of_others": rounds[-1] - rounds[0],
+        "seconds_to_merge": None if back_ns is None else back_ns / NS_PER_S,
+    }
 
 
 def life(region: str, samples: Sequence[RunSample], merges: Sequence[TimedMerge], *, end_ns: int) -> list[LifeSpan]:

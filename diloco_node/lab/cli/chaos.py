@@ -29,10 +29,7 @@ def strike(
         str | None,
         typer.Option("--for", metavar="TIME", help=f"How long, but for kill and stop [default: {FOR_DEFAULT}]."),
     ] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option("--folder", metavar="FOLDER", help="Of the demo [default: the one that runs in runs/]."),
-    ] = None,
+    place: Annotated[Path, typer.Option("--folder", metavar="FOLDER", help="Of the demo.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Strike a region, or one of its processes; returns when the fault is over.
@@ -52,7 +49,7 @@ def strike(
         lasts = FOR_DEFAULT
     lasts_ns = parse_option("--for", lasts, parse_duration).ns if lasts is not None else 0
     try:
-        fault = asyncio.run(_strike(kind, target, lasts_ns, folder))
+        fault = asyncio.run(_strike(kind, target, lasts_ns, place))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     if fault.is_missed:
@@ -64,17 +61,16 @@ def strike(
         typer.echo(f"{kind} {target}: process {', '.join(map(str, fault.pids))}{end}")
 
 
-async def _strike(kind: str, target: str, lasts_ns: int, folder: Path | None) -> StruckFault:
+async def _strike(kind: str, target: str, lasts_ns: int, place: Path) -> StruckFault:
     import asyncio
     import signal
     import time
 
     from diloco_node.errors import ConfigError
-    from diloco_node.lab.chaos.demo_processes import DemoFile, running_demo
+    from diloco_node.lab.chaos.demo_processes import DemoFile
     from diloco_node.lab.chaos.executor import FaultExecutor
     from diloco_node.lab.chaos.fault_plan import PlannedFault, parse_target
 
-    place = folder if folder is not None else running_demo()
     demo = DemoFile.load(place)
     if not demo.is_running:
         raise ConfigError(f"the demo of {place} has ended: name the folder of one that runs")

@@ -34,9 +34,6 @@ def demo(
         Path | None, typer.Option("--wan", metavar="FILE", help="Run in an emulated WAN, such as netem/us-4.toml.")
     ] = None,
     has_outage: Annotated[bool, typer.Option("--outage", help="With --wan: cut one region off for a while.")] = False,
-    wan_backend: Annotated[
-        str, typer.Option("--wan-backend", metavar="NAME", help="auto, tun or none.", show_default=False)
-    ] = "auto",
     budget: Annotated[
         str, typer.Option("--budget", metavar="RATE", help="What each region may send, and receive: 20Mbit/s.")
     ] = "",
@@ -48,12 +45,6 @@ def demo(
         str,
         typer.Option(
             "--notice", metavar="TIME", help="With --chaos: machines are taken away, with so much notice, such as 30s."
-        ),
-    ] = "",
-    victims: Annotated[
-        str,
-        typer.Option(
-            "--victims", metavar="NAMES", help="With --chaos: of daemon,learner,supervisor,region [default: all]."
         ),
     ] = "",
     script: Annotated[

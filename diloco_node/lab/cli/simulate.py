@@ -67,18 +67,20 @@ def hunt(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from diloco_node.lab.sim.hunt import Hunt, reports, seed_range
+    from diloco_node.lab.sim.hunt import reports, seed_range
     from diloco_node.lab.sim.seed_report import format_report
 
     first, last = seed_range(seeds)
-    order = Hunt(first, last, regions, joiners, events, schedule, liar)
+    options = {"regions": regions, "joiners": joiners, "events": events, "schedule": schedule, "liar": liar}
+    order = range(first, last + 1)
     began_s, count, total_events, failures = time.monotonic(), 0, 0, []
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failures]} failed"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=order.seeds, failures=0)
+        bar = progress.add_task("", total=len(order), failures=0)
         # Told to end, it ends its processes, and says how far it came.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with contextlib.closing(reports(order, jobs=jobs)) as results, contextlib.suppress(KeyboardInterrupt):
+        results = reports(order, jobs=jobs, **options)
+        with contextlib.closing(results), contextlib.suppress(KeyboardInterrupt):
             for report in results:
                 count, total_events = count + 1, total_events + report.events
                 if not report.is_good:
@@ -100,10 +102,10 @@ def hunt(
         typer.echo(json.dumps(document, indent=1))
     else:
         pace = f"{total_events / took_s:,.0f} events a second" if took_s else ""
-        typer.echo(f"{count} of {order.seeds} seeds run, {len(failures)} failed; {total_events:,} events, {pace}")
+        typer.echo(f"{count} of {len(order)} seeds run, {len(failures)} failed; {total_events:,} events, {pace}")
         for report in failures:
             typer.echo(report.command)
     if failures:
         raise typer.Exit(1)
-    if count < order.seeds:
+    if count < len(order):
         raise KeyboardInterrupt  # for the exit code

@@ -37,7 +37,6 @@ def up(
         str | None, typer.Option("--name", metavar="NAME", help="Of the emulation [default: from the file's].")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of jitter and loss.")] = 0,
-    probe: Annotated[bool, typer.Option("--probe", help="Measure all pairs before returning.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Make the namespaces and shape the links between them, until `down`; the file's outages count from now."""
@@ -47,19 +46,13 @@ def up(
 
     load_topology(file)
     _need_root()
-    choice = emulation.choose_backend()
-    if choice.backend == "none":
-        raise ConfigError(f"no WAN can be emulated here: {choice.why}")
-    state = emulation.up(file, run=run_name(name or file.stem), choice=choice, seed=seed)
-    pairs = _measure(state) if probe else None
+    state = emulation.up(file, run=run_name(name or file.stem), seed=seed)
     if as_json:
-        typer.echo(json.dumps({**_document(state), "pairs": pairs}))
+        typer.echo(json.dumps(_document(state)))
         return
-    typer.echo(f"{state.run}: back-end {choice.backend}, {choice.why}")
     places = [(place.region, place.address, f"ip netns exec {place.namespace} COMMAND") for place in state.places()]
     for line in table_lines([("region", "left"), ("address", "left"), ("run there", "left")], places):
         typer.echo(line)
-    _echo_pairs(pairs)
     typer.echo(f"end it with: diloco-node wan down {state.run}")
 
 
@@ -72,14 +65,14 @@ def down(
     """Remove an emulation: its keeper, namespaces and files, also after a crash. Nothing else is touched."""
     from diloco_node.lab.wan import emulation
     from diloco_node.lab.wan import emulation_state as state
-    from diloco_node.lab.wan.namespaces import PROBE, match_run
+    from diloco_node.lab.wan.namespaces import PROBE
 
     _need_root()
     run_names = state.runs()
     if everything:
         chosen_names = run_names
     elif name is not None:
-        chosen_names = [match_run(name, run_names) or name]
+        chosen_names = [name]
     elif len(lasting := [run for run in run_names if not run.startswith(PROBE)]) <= 1:
         chosen_names = lasting
     else:
@@ -172,8 +165,7 @@ def status(*, name: NameOption = None, as_json: JsonOption = False) -> None:
     if as_json:
         typer.echo(json.dumps({**_document(state), **answer}))
         return
-    typer.echo(f"{state.run}: back-end {state.backend}, {state.why}")
-    typer.echo(f"in force: {', '.join(answer['conditions']) or 'nothing, all links are as in the file'}")
+    typer.echo(f"{state.run} in force: {', '.join(answer['conditions']) or 'nothing, all links are as in the file'}")
     for line in answer["log"]:
         typer.echo(f"  {line}")
     figures = ("bytes_passed", "packets_lost", "packets_overflowed", "packets_cut")
@@ -182,19 +174,6 @@ def status(*, name: NameOption = None, as_json: JsonOption = False) -> None:
     if pairs:
         for line in table_lines([("from", "left"), ("to", "left"), *((name, "right") for name in headings)], pairs):
             typer.echo(line)
-
-
-@app.command()
-def measure(*, name: NameOption = None, as_json: JsonOption = False) -> None:
-    """Measure round trip and goodput of all pairs by `measure`, beside the file's; some two seconds a pair."""
-    from diloco_node.lab.wan import emulation
-
-    _need_root()
-    pairs = _measure(emulation.find(name))
-    if as_json:
-        typer.echo(json.dumps({"pairs": pairs}))
-    else:
-        _echo_pairs(pairs)
 
 
 def _send(verb: str, region: str, peer: str, one_way: str, *, name: str | None, as_json: bool, **values: Any) -> None:
@@ -225,24 +204,9 @@ def _need_root() -> None:
         raise ConfigError(f"{NEED_ROOT}: sudo {shlex.quote(sys.argv[0])} wan ...")
 
 
-def _measure(state: Any) -> list[dict[str, Any]]:
-    from diloco_node.lab.wan.pair_measurement import measure_pairs
-
-    return measure_pairs(state.topology(), state.places())
-
-
-def _echo_pairs(pairs: list[dict[str, Any]] | None) -> None:
-    from diloco_node.lab.wan.pair_measurement import pair_line
-
-    for pair in pairs or ():
-        typer.echo(pair_line(pair))
-
-
 def _document(state: Any) -> dict[str, Any]:
     return {
         "name": state.run,
-        "backend": state.backend,
-        "why": state.why,
         "regions": [
             {"name": place.region, "namespace": place.namespace, "address": place.address} for place in state.places()
         ],

@@ -1,4 +1,4 @@
-"""Samples of a demo while it runs, for its report: processes that live, tokens merged, losses."""
+"""Samples of a demo while it runs, for its report: processes that live, tokens merged."""
 
 from __future__ import annotations
 
@@ -71,5 +71,4 @@ class CourseRecorder:
             commit_index=int(status.get("commit_index", 0)),
             rounds=int(status.get("rounds_committed", 0)),
             tokens_merged=int(status.get("tokens_merged", 0)),
-            val_loss=status.get("val_loss_global"),
         )

@@ -24,13 +24,11 @@ class DemoOptions:
     is_json: bool = False
     seed: int = 0
     wan: Path | None = None
-    wan_backend: str = "auto"
     has_outage: bool = False
     budget: str = ""
     has_chaos: bool = False
     mtbf: str = ""
     notice: str = ""
-    victims: str = ""
     script: Path | None = None
     baseline: Path | None = None
     step_time: str = ""

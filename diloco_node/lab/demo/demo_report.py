@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from diloco_node.lab.chaos.story import RunSample, TimedMerge, timed_merges
 from diloco_node.lab.demo.account_check import AccountReport, check_account
 from diloco_node.lab.demo.demo_options import CONTEXT
 from diloco_node.lab.demo.row_count import count_rows
-from diloco_node.planning.rates import format_rate
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import read_trained
 
@@ -122,14 +121,13 @@ def build_report(
     *,
     former: Sequence[str] = (),
     wan: dict[str, Any] | None = None,
-    outage: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The demo's report, one JSON object; the fields are described in docs/lab/demo.md.
 
     Args:
         folder: with one folder per region, all daemons ended. regions: the members at the end.
         former: regions that have left before.
-        wan, outage: what a demo on an emulated WAN adds (see `lab.demo.demo_wan`); None without one.
+        wan: what a demo on an emulated WAN adds (see `lab.demo.demo_wan`); None without one.
 
     Raises StorageError: something that a finished run has is missing or damaged.
     """
@@ -163,8 +161,6 @@ def build_report(
         "equal_digests": len(digests) == 1 and None not in digests,
         "val_loss_global": max(global_losses) if global_losses else None,
         "wan": wan,
-        "outage": outage,
-        "budget": _budget(reports),
         "folder": str(folder.resolve()),
     }
 
@@ -187,35 +183,6 @@ def _data(entries: Sequence[Entry], sizes: Sequence[int], account: AccountReport
         "twice": count.twice,
         "faults": faults,
     }
-
-
-def _budget(reports: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return each region's ceilings at the end, and the share of egress that it used while something waited.
-
-    None when no region has a ceiling.
-    """
-    keys = ("egress_bytes_per_s", "ingress_bytes_per_s", "used_bytes", "allowed_bytes", "share_used")
-    rows = [
-        {"name": region, **{key: report["budget"][key] for key in keys}, "warning": report["budget_warning"]}
-        for region, report in reports.items()
-    ]
-    has_ceiling = any(row[key] is not None for row in rows for key in keys[:2])
-    return rows if has_ceiling else None
-
-
-def budget_lines(report: Mapping[str, Any]) -> list[str]:
-    """The report's budget for people; none without one."""
-    lines = []
-    for row in report["budget"] or ():
-        limits = [
-            f"{direction} {format_rate(row[f'{direction}_bytes_per_s'])}"
-            for direction in ("egress", "ingress")
-            if row[f"{direction}_bytes_per_s"] is not None
-        ]
-        usage = "" if row["share_used"] is None else f"; {row['share_used']:.1%} of it used when there was work"
-        lines.append(f"budget             {row['name']}: {', '.join(limits) or 'no limit'}{usage}")
-        lines += [f"                   {row['warning']}"] if row["warning"] else []
-    return lines
 
 
 def learner_status(document: dict[str, Any]) -> LearnerStatus:

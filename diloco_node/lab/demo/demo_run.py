@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import datetime as dt
 import json
-import shutil
 import signal
 import sys
 import time
@@ -18,15 +17,15 @@ from diloco_node.cli.options import parse_option
 from diloco_node.cli.page.merged import MergedRegions, dashboard_server
 from diloco_node.cli.page.page_report import PAGE_NAME, write_page
 from diloco_node.cli.places import targets_in
-from diloco_node.cli.tables import human_bytes, plain_table, region_cells
+from diloco_node.cli.tables import human_bytes, region_cells, table_lines
 from diloco_node.config.budget_settings import parse_ceiling
 from diloco_node.config.units import parse_duration
 from diloco_node.errors import INTERRUPTED_CODE, ConfigError, DilocoError
 from diloco_node.lab.chaos import story
 from diloco_node.lab.demo.course import CourseRecorder
 from diloco_node.lab.demo.demo_options import CONTEXT, DemoOptions
-from diloco_node.lab.demo.demo_report import budget_lines, build_report, read_merges
-from diloco_node.lab.demo.demo_wan import DemoOutage, DemoWan, wan_lines
+from diloco_node.lab.demo.demo_report import build_report, read_merges
+from diloco_node.lab.demo.demo_wan import DemoWan, wan_lines
 from diloco_node.lab.demo.keeping import RegionKeeper
 from diloco_node.lab.demo.live import LiveView
 from diloco_node.lab.demo.mix import parse_mix
@@ -57,9 +56,6 @@ BATCH: Final = 8
 EVALUATION: Final = "eval_windows = 256\n"
 """Two runs of the demo are compared to a percent. On 64 windows of as little context they differ by another percent
 than on 1,024; on 256 by 0.3 % more or less. A measurement takes 0.25 s, each 20 s."""
-
-OUTAGE_EVALUATION: Final = f"eval_every = {SYNC_EVERY}\neval_windows = 32\n"
-"""With an outage the held-out loss is measured once in a cycle, to see what the return does to it."""
 
 STEP_SECONDS: Final = 0.1
 """Inner steps are paced: the learning-rate schedule can be laid out for the time asked for, and regions share a machine
@@ -108,8 +104,8 @@ def run_demo(options: DemoOptions) -> int:
     """Run it; the exit code. Everything that is made lies in one folder, which the report names."""
     if options.has_outage and options.wan is None:
         raise ConfigError("--outage cuts an emulated WAN: add --wan netem/us-4.toml")
-    if not options.has_chaos and (options.victims or options.mtbf or options.notice):
-        raise ConfigError("--mtbf, --notice and --victims belong to a storm: add --chaos")
+    if not options.has_chaos and (options.mtbf or options.notice):
+        raise ConfigError("--mtbf and --notice belong to a storm: add --chaos")
     if options.baseline and not (options.has_chaos or options.script):
         raise ConfigError("--baseline is what a storm or a script is compared with: add --chaos, or --script FILE")
     if options.has_outage and options.tokens:
@@ -132,10 +128,9 @@ class Demo:
         self.options = options
         self.folder = folder
         self.wan = DemoWan(options) if options.wan is not None else None
-        names = NAMES[: options.regions or REGIONS_DEFAULT] if self.wan is None else self.wan.names
+        names = NAMES[: options.regions or REGIONS_DEFAULT] if self.wan is None else self.wan.topology.names
         self.names = sorted(names)
         self.mix = parse_mix(options.speeds, options.batches, self.names, ranks=options.ranks, shards=options.shards)
-        self.outage: DemoOutage | None = None
         self.step_s = parse_option("--step-time", options.step_time, _step_seconds)
         self.settings = comparable(options, self.names, step_seconds=self.step_s)
         per_second = self.mix.tokens_per_second(self.step_s, len(self.names), batch=BATCH, context=CONTEXT)
@@ -164,21 +159,21 @@ class Demo:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.interrupted.set)
         title = f"diloco-node demo: {len(self.names)} regions"
-        with LiveView(title, is_quiet=self.options.is_json) as view:
+        view = LiveView(title, is_quiet=self.options.is_json)
+        try:
+            if self.wan is not None:
+                await self.wan.up(self.folder, view.line)
+            self.prepare()
+            async with dashboard_server(MergedRegions(lambda: targets_in(str(self.folder))), 0) as url:
+                view.line(f"dashboard {url}")
+                await self._train(view)
+        finally:
             try:
-                if self.wan is not None:
-                    await self.wan.up(view.line)
-                self.prepare()
-                async with dashboard_server(MergedRegions(lambda: targets_in(str(self.folder))), 0) as url:
-                    view.line(f"dashboard {url}")
-                    await self._train(view)
+                if self.keeper is not None:
+                    await self.keeper.stop()
             finally:
-                try:
-                    if self.keeper is not None:
-                        await self.keeper.stop()
-                finally:
-                    if self.wan is not None:
-                        await self.wan.down()
+                if self.wan is not None:
+                    await self.wan.down()
         if self.interrupted.is_set():
             sys.stderr.write(f"diloco-node: interrupted; what there is lies in {self.folder}\n")
             return INTERRUPTED_CODE
@@ -187,7 +182,6 @@ class Demo:
             self.members_now,
             former=sorted({*self.names_ever} - {*self.members_now}),
             wan=self.wan.report() if self.wan is not None else None,
-            outage=self.outage.document if self.outage is not None else None,
         )
         self.add_course(report)
         report["page"] = str((self.folder / PAGE_NAME).resolve())
@@ -223,7 +217,10 @@ class Demo:
         report |= {
             "training": training,
             "chaos": self.storm.document(samples, merges, training) if self.storm is not None else None,
+            "outage": None,
         }
+        if self.options.has_outage and self.wan is not None:
+            report["outage"] = story.outage_document(self.wan.topology.outages[0], samples, merges or ())
 
     def prepare(self) -> None:
         """Certificates and run.toml; the settings a user would write by hand."""
@@ -240,7 +237,7 @@ class Demo:
             if self.options.tokens
             else max(50, int(self.options.seconds / self.mix.median_step_seconds(self.step_s))),
             step_ms=round(self.step_s * 1000),
-            evaluation=OUTAGE_EVALUATION if self.options.has_outage else EVALUATION,
+            evaluation=EVALUATION,
             sync_every=SYNC_EVERY,
             data=json.dumps([str(Path(path).resolve()) for path in self.options.data]),
         )
@@ -272,12 +269,12 @@ class Demo:
         self.course.begin()
         goal = f"{self.options.tokens:,} tokens" if self.options.tokens else f"{self.options.seconds:.0f} s of training"
         view.line(f"all regions train after {trains_s - started_s:.1f} s; {goal}")
-        # Until the end: a region that came back late may hold the same bytes as the others only after the last rounds.
-        async with self._outages(view):
-            async with self._stormy(view):
-                await self.watch(view, trains_s, until=lambda: self.is_trained(trains_s), limit_s=None)
-            if not self.interrupted.is_set():
-                await self.finish(view, trains_s)
+        if self.wan is not None:
+            await self.wan.start_timetable()
+        async with self._stormy(view):
+            await self.watch(view, trains_s, until=lambda: self.is_trained(trains_s), limit_s=None)
+        if not self.interrupted.is_set():
+            await self.finish(view, trains_s)
 
     def is_trained(self, trains_s: float) -> bool:
         """The time is over and orders are done; or so much is merged that a storm must end: the run ends by itself."""
@@ -287,7 +284,7 @@ class Demo:
         # An operator may have ended it before.
         is_over = self.keeper is not None and self.keeper.is_over
         calm = self.storm.calm_tokens if self.storm is not None else 0
-        return is_over or self.course.samples[-1].tokens_merged >= self.options.tokens - calm
+        return is_over or self.course.samples[-1].most("tokens_merged") >= self.options.tokens - calm
 
     async def finish(self, view: LiveView, trains_s: float) -> None:
         """Order the run's end, unless it comes by itself, and watch until every region has exited."""
@@ -309,20 +306,6 @@ class Demo:
     def _is_given_up(self) -> bool:
         keeper = self.keeper
         return self.interrupted.is_set() or (keeper is not None and bool(keeper.end_reasons.keys() - keeper.leaving))
-
-    @contextlib.asynccontextmanager
-    async def _outages(self, view: LiveView) -> AsyncIterator[None]:
-        """The training with its outages beside it: the file's timetable, or the one of --outage."""
-        if self.wan is None:
-            yield
-            return
-        await self.wan.start_timetable()
-        if not self.options.has_outage:
-            yield
-            return
-        self.outage = DemoOutage(self.wan, self.regions, view.line, cycle_steps=SYNC_EVERY)
-        async with self.beside(self.outage.run(self.options.seconds), "outage"):
-            yield
 
     @contextlib.asynccontextmanager
     async def _stormy(self, view: LiveView) -> AsyncIterator[None]:
@@ -367,7 +350,8 @@ class Demo:
         Raises DilocoError: a region ended too early, the limit is reached, or what goes on beside the training failed.
         """
         # The time that it takes to merge so many tokens is compared with a storm's.
-        poll_s = POLL_S if self.storm is None and not self.options.tokens else STORM_POLL_S
+        is_calm = self.storm is None and not self.options.tokens and not self.options.has_outage
+        poll_s = POLL_S if is_calm else STORM_POLL_S
         while not self.interrupted.is_set() and not until():
             elapsed_s = time.monotonic() - started_s
             if limit_s is not None and elapsed_s > limit_s:
@@ -405,28 +389,20 @@ def _check(task: asyncio.Task[None]) -> None:
 
 def print_report(report: dict[str, Any]) -> None:
     """The report for people."""
-    from rich.console import Console
-
-    # Wide enough for the table also where the output goes into a file.
-    console = Console(width=max(110, shutil.get_terminal_size().columns))
     figures = ("steps", "tokens", "loss first", "last", "held-out", "participation", "sent", "received")
-    table = plain_table(("region", "left"), *((name, "right") for name in figures))
-    for region in report["regions"]:
-        table.add_row(
+    rows = [
+        (
             region["name"],
             f"{region['inner_steps']}",
             f"{region['tokens']:,}",
-            _loss(region["loss_first"]),
-            _loss(region["loss_last"]),
-            _loss(region["val_loss"]),
+            *(_loss(region[key]) for key in ("loss_first", "loss_last", "val_loss")),
             f"{region['participation']:.1%}",
-            human_bytes(region["wire_bytes_out"]),
-            human_bytes(region["wire_bytes_in"]),
+            *(human_bytes(region[f"wire_bytes_{way}"]) for way in ("out", "in")),
         )
-    console.print("What each region did")
-    console.print(table)
-    for line in report_lines(report):  # one line each, however narrow the terminal
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        for region in report["regions"]
+    ]
+    table = table_lines([("region", "left"), *((name, "right") for name in figures)], rows)
+    sys.stdout.write("\n".join(["What each region did", *table, *report_lines(report)]) + "\n")
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
@@ -435,12 +411,12 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     same = "the same bytes in every region" if report["equal_digests"] else "DIFFERENT between regions"
     whole = "accounts for every one" if tokens["balanced"] else f"FAULTS: {'; '.join(tokens['faults'])}"
     rounds, in_flight = report["rounds_committed"], report["rounds_in_flight_max"]
-    parts = f"{tokens['merged']:,} merged + {tokens['carried']:,} carried + {tokens['discarded']:,} discarded"
+    sums = f"{tokens['merged']:,} merged + {tokens['carried']:,} carried + {tokens['discarded']:,} discarded"
     return [
         f"final parameters   {same}",
         f"held-out loss      {_loss(report['val_loss_global'])} of the merged model",
         f"rounds             {rounds} committed, at most {in_flight} in flight",
-        f"tokens             {tokens['trained']:,} trained = {parts}; the ledger {whole}",
+        f"tokens             {tokens['trained']:,} trained = {sums}; the ledger {whole}",
         *(
             f"                   {learner['learner']} lost its folder, and with it the count of incarnation "
             f"{learner['incarnation']}: what that trained since its last merge is in none of these"
@@ -449,7 +425,6 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         f"data               {_data_text(report['data'])}",
         f"learners blocked   {report['learner_blocked_seconds']:.2f} s in all, over all regions",
         *(wan_lines(report) if report["wan"] is not None else ()),
-        *budget_lines(report),
         *(storm_lines(report) if report["chaos"] is not None else ()),
         f"folder             {report['folder']}",
         f"page               {report['page']}",

@@ -15,9 +15,8 @@ from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.lab.chaos import story
 from diloco_node.lab.chaos.demo_processes import DemoFile
 from diloco_node.lab.chaos.executor import UNDONE, FaultExecutor, StruckFault
-from diloco_node.lab.chaos.fault_plan import KINDS, ORDERS, VICTIMS, FaultPlan, PlannedFault, parse_victims, storm
+from diloco_node.lab.chaos.fault_plan import KINDS, ORDERS, VICTIMS, FaultPlan, PlannedFault, storm
 from diloco_node.lab.chaos.fault_script import read_script, script_text
-from diloco_node.lab.chaos.picture import draw_life
 from diloco_node.lab.chaos.story import RunSample, TimedMerge
 from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.demo.region_processes import RegionProcess, attached_learner
@@ -36,11 +35,10 @@ TOKENS_PLAN_TIMES: Final = 5
 """A storm that ends with a number of tokens is drawn for so many times what they take undisturbed. Then it is calm."""
 
 SCRIPT_NAME: Final = "script.jsonl"
-PICTURE_NAME: Final = "chaos.svg"
 
 
 UNCOMPARED: Final = frozenset(
-    {"regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "victims", "script", "baseline", "step_time"}
+    {"regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "script", "baseline", "step_time"}
 )
 """Options that a demo and its baseline need not share: how many regions (their names are compared), where each is kept,
 how it is shown, and what strikes it; `step_seconds` stands for the step time. All other options are compared."""
@@ -132,9 +130,6 @@ class DemoStorm:
                 raise ConfigError(f"--chaos is calm for the last {CALM_S:.0f} s: take more --seconds than that")
         self._mtbf = parse_option("--mtbf", options.mtbf or MTBF_DEFAULT, parse_duration)
         self._notice_ns = parse_option("--notice", options.notice, parse_duration).ns if options.notice else 0
-        if options.notice and options.victims:
-            raise ConfigError("--notice is given to whole machines: leave --victims out")
-        self._victims = parse_option("--victims", options.victims, parse_victims) if options.victims else VICTIMS
         script = FaultPlan(()) if options.script is None else read_script(options.script, names)
         self.plan = script.until(end_ns)
         sure_ns = end_ns
@@ -154,7 +149,6 @@ class DemoStorm:
                 seed=options.seed,
                 mtbf_ns=self._mtbf.ns,
                 end_ns=end_ns,
-                victims=self._victims,
                 notice_ns=self._notice_ns,
                 script=self.plan,
             )
@@ -205,16 +199,13 @@ class DemoStorm:
     def document(
         self, samples: Sequence[RunSample], merges: Sequence[TimedMerge] | None, training: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The report's field `chaos`; draws the picture too, if all merges are known (else None)."""
+        """The report's field `chaos`; what merges tell of single regions is None where not all are known any more."""
         faults = [fault for fault in self._strikes if not fault.is_missed and not fault.is_order]
         counts = Counter((fault.fault.kind, fault.fault.target.part) for fault in faults)
         end_ns = int(training["seconds"] * NS_PER_S)
-        lives: dict[str, Any] = dict.fromkeys(("rejoin", "seconds_of", "goodput_there", "picture"))
+        lives: dict[str, Any] = dict.fromkeys(("rejoin", "seconds_of", "goodput_there"))
         if merges is not None:
             spans = {name: story.life(name, samples, merges, end_ns=end_ns) for name in self._names}
-            title = f"{len(self._names)} regions, {sum(counts.values())} faults in {training['seconds']:.0f} s"
-            picture = self._folder / PICTURE_NAME
-            picture.write_text(draw_life(title, spans, merges, self._strikes, end_ns=end_ns))
             lives = {
                 "rejoin": story.rejoins(self._strikes, samples, merges),
                 "seconds_of": (seconds_of := {name: _seconds_of(lives_of) for name, lives_of in spans.items()}),
@@ -223,14 +214,12 @@ class DemoStorm:
                 else story.goodput_there(
                     training, self._baseline, {name: states["dead"] for name, states in seconds_of.items()}
                 ),
-                "picture": str(picture.resolve()),
             }
         is_drawn = self._options.has_chaos
         return {
             "seed": self._options.seed if is_drawn else None,
             "notice_seconds": self._notice_ns / NS_PER_S or None,
             "mtbf_seconds": self._mtbf.ns / NS_PER_S if is_drawn else None,
-            "victims": list(self._victims) if is_drawn else None,
             "script": str(self._options.script or self._folder / SCRIPT_NAME),
             "calm_seconds": None if self._options.tokens else CALM_S,
             "calm_tokens": self.calm_tokens if self._options.tokens else None,
@@ -275,7 +264,9 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
     )
     notice_s = chaos["notice_seconds"]
     kind = f"a notice of {notice_s:g} s" if notice_s else "a kill"
-    source = f"seed {chaos['seed']}, {kind} per {chaos['mtbf_seconds']:g} s" if chaos["victims"] else chaos["script"]
+    source = (
+        f"seed {chaos['seed']}, {kind} per {chaos['mtbf_seconds']:g} s" if chaos["mtbf_seconds"] else chaos["script"]
+    )
     orders = [fault for fault in chaos["faults"] if "refused" in fault]
     calm = f"{chaos['calm_tokens']:,} tokens" if chaos["calm_seconds"] is None else f"{chaos['calm_seconds']:.0f} s"
     lines = [
@@ -320,13 +311,14 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
             f"goodput            {_percent(comparison['goodput'])} of the tokens a second that the undisturbed run "
             "merged"
         )
-        if loss["change"] is not None:
+        if loss is not None:
             lines.append(
                 f"held-out loss      {loss['own']:.4f} at {loss['tokens']:,} tokens, undisturbed "
                 f"{loss['undisturbed']:.4f} at {loss['undisturbed_tokens']:,}: {loss['change']:+.2%}"
             )
-    unknown = "none: the ledger is summed up, so which learner was in which merge is not known any more"
-    return [*lines, f"picture            {chaos['picture'] or unknown}"]
+    if chaos["seconds_of"] is None:
+        lines.append("regions            unknown: the ledger is summed up, so which learner was in which merge is, too")
+    return lines
 
 
 def _percent(share: float | None) -> str:

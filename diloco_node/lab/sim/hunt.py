@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from diloco_node.errors import ConfigError
-from diloco_node.lab.sim.planting import Fault
-from diloco_node.lab.sim.seed_report import EVENTS, SimReport
+from diloco_node.lab.sim.seed_report import SimReport
 from diloco_node.lab.sim.simulation import simulate
 
 AHEAD = 2
 """Seeds a process that are handed out before they are asked for: a process never waits for the next one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hunt:
-    """Seeds to run, and how.
-
-    Attributes:
-        first, last: seeds, both counted. regions, joiners, events, schedule, liar, fault: as of
-            `simulate`.
-    """
-
-    first: int
-    last: int
-    regions: int = 0
-    joiners: int | None = None
-    events: int = EVENTS
-    schedule: str = ""
-    liar: str | None = None
-    fault: Fault | None = None
-
-    @property
-    def seeds(self) -> int:
-        """How many."""
-        return self.last - self.first + 1
 
 
 def seed_range(text: str) -> tuple[int, int]:
@@ -53,22 +28,13 @@ def seed_range(text: str) -> tuple[int, int]:
     return low, high
 
 
-def reports(hunt: Hunt, *, jobs: int) -> Generator[SimReport, None, None]:
+def reports(seeds: Iterable[int], *, jobs: int, **options: Any) -> Generator[SimReport, None, None]:
     """Run every seed; reports come in the order in which they are done. Close the iterator to end it early.
 
     Args:
-        jobs: processes; 1 runs everything in this one.
+        jobs: processes; 1 runs everything in this one. options: of `simulate`.
     """
-    run = partial(
-        simulate,
-        regions=hunt.regions,
-        joiners=hunt.joiners,
-        events=hunt.events,
-        schedule=hunt.schedule,
-        liar=hunt.liar,
-        fault=hunt.fault,
-    )
-    seeds = iter(range(hunt.first, hunt.last + 1))
+    run, seeds = partial(simulate, **options), iter(seeds)
     if jobs == 1:
         yield from map(run, seeds)
         return

@@ -1,16 +1,11 @@
-"""Present state of the links: the topology, with cuts and changes on top. Pure; both back-ends obey it."""
+"""Present state of the links: the topology, with cuts and changes on top. Pure; router and containers obey it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
-from diloco_node.errors import ConfigError
 from diloco_node.lab.wan.topology import Outage, Pair, Path, PathChange, Scope, Topology
-
-CHANGES_MAX: Final = 1000
-"""Cuts and changes in force at one time; each is named by its scope, so only a mistake gets there."""
 
 
 class Conditions:
@@ -84,8 +79,6 @@ class Conditions:
         self.topology.region(scope.region)
         if scope.other:
             self.topology.region(scope.other)
-        if len(self._cuts) + len(self._changes) >= CHANGES_MAX:
-            raise ConfigError(f"{CHANGES_MAX} cuts and changes are in force; heal some")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Bringing a WAN up and down: which back-end, which namespaces, and the keeper process."""
+"""Bringing a WAN up and down: its namespaces, and the keeper process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import select
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -20,7 +19,6 @@ from diloco_node.lab.wan.namespaces import (
     PROBE,
     create,
     end_processes,
-    match_run,
     namespaces_of,
     processes_in,
     remove,
@@ -28,48 +26,19 @@ from diloco_node.lab.wan.namespaces import (
 from diloco_node.lab.wan.topology import load_topology
 from diloco_node.lab.wan.tun import open_tun
 
-BACKENDS: Final = ("tun", "none")
 READY_S: Final = 30.0
 NEED_ROOT: Final = "network namespaces need root: run it with sudo"
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A back-end, and the reason for it: one line for the operator."""
-
-    backend: str
-    why: str
-
-
-def choose_backend(backend: str = "auto") -> Choice:
-    """The router if this machine can have it, which is tried, not looked up; else none.
-
-    Args:
-        backend: "auto", or one of BACKENDS.
-
-    Raises ConfigError: the one wanted can't be had, with the reason.
-    """
-    if backend not in ("auto", *BACKENDS):
-        raise ConfigError(f"back-end {backend!r} is unknown; use auto, {', '.join(BACKENDS)}")
-    if backend == "none":
-        return Choice("none", "asked for: neither delay nor rate is emulated")
-    if os.geteuid() != 0:
-        if backend != "auto":
-            raise ConfigError(f"back-end {backend}: {NEED_ROOT}")
-        return Choice("none", f"{NEED_ROOT}; neither delay nor rate is emulated")
-    fault = _probe_tun()
-    if not fault:
-        return Choice("tun", "user-space router on tun devices")
-    if backend != "auto":
-        raise ConfigError(f"back-end {backend} can't be had here: {fault}")
-    return Choice("none", f"neither delay nor rate is emulated: no tun ({fault})")
+def emulation_fault() -> str:
+    """Why this machine can't emulate a WAN, which is tried, not looked up; empty if it can."""
+    return NEED_ROOT if os.geteuid() != 0 else _probe_tun()
 
 
 def up(
     file: Path,
     *,
     run: str,
-    choice: Choice,
     regions: int | None = None,
     owner_pid: int = 0,
     starts_timetable: bool = True,
@@ -78,23 +47,22 @@ def up(
     """Make the namespaces and start the keeper; when this returns, packets pass.
 
     Args:
-        file: the topology. run: the name. choice: of `choose_backend`, not "none".
+        file: the topology. run: the name.
         regions: how many, from the file's first; None: all. owner_pid: a process to end with; 0: none.
         starts_timetable: whether the file's outages begin to count now. seed: of jitter and loss.
 
-    Raises ConfigError: the file is wrong, or the run is there already. DilocoError: something failed; everything made
-    is removed again.
+    Raises ConfigError: the file is wrong, the run is there already, or this machine can't. DilocoError: something
+    failed; everything made is removed again.
     """
     topology = load_topology(file)
+    if fault := emulation_fault():
+        raise ConfigError(f"no WAN can be emulated here: {fault}")
     count = len(topology.regions) if regions is None else regions
-    topology = topology.first(count)
     state = EmulationState(
         run=run,
-        topology_name=topology.name,
+        topology_name=topology.first(count).name,
         topology_text=file.read_text(),
         regions=count,
-        backend=choice.backend,
-        why=choice.why,
         seed=seed,
         starts_timetable=starts_timetable,
         owner_pid=owner_pid,
@@ -197,10 +165,9 @@ def find(run: str | None) -> EmulationState:
             hint = "name one with --name" if run_names else "start one: diloco-node wan up netem/us-4.toml"
             raise ConfigError(f"emulations on this machine: {there}; {hint}")
         run = run_names[0]
-    match = match_run(run, run_names)
-    if match is None:
+    if run not in run_names:
         raise ConfigError(f"no emulation {run}; there are: {', '.join(run_names) or 'none'}")
-    return EmulationState.load(state_file(match))
+    return EmulationState.load(state_file(run))
 
 
 def command(state: EmulationState, order: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class EmulationState:
 
     Attributes:
         run: its name. topology_name, topology_text: the file. regions: how many of its regions, from the first.
-        backend: "tun". why: it was chosen. seed: of jitter and loss.
+        seed: of jitter and loss.
         starts_timetable: whether the file's outages count from the start; else from the command `timetable`.
         owner_pid: the process it ends with; 0: it stays until `wan down`.
         keeper_pid, keeper_start_ticks: of the keeper, which together name a process once and for all; 0 before it runs.
@@ -39,8 +39,6 @@ class EmulationState:
     topology_name: str
     topology_text: str
     regions: int
-    backend: str
-    why: str
     seed: int = 0
     starts_timetable: bool = True
     owner_pid: int = 0

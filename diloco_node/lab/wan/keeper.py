@@ -136,7 +136,6 @@ class Keeper:
     def _status(self) -> Mapping[str, Any]:
         times = os.times()
         return {
-            "backend": self._plane.name,
             "pid": os.getpid(),
             "cpu_seconds": times.user + times.system,
             "seconds": (time.monotonic_ns() - self._started_ns) / NS_PER_S,

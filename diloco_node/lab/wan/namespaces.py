@@ -48,19 +48,10 @@ class Place:
 
 def run_name(text: str) -> str:
     """A run's name from a file's: `us-4` becomes `us4`. Raises ConfigError: nothing usable is left."""
-    name = _shortened(text)
+    name = re.sub(r"[^a-z0-9]", "", text.lower())[:16]
     if _RUN.fullmatch(name) is None:
         raise ConfigError(f"{text!r} gives no name for an emulation; name it by --name with letters and digits")
     return name
-
-
-def match_run(text: str, run_names: Sequence[str]) -> str | None:
-    """Find the run of this name, or of one that it was made from (`us-4`); None: there is none."""
-    return next((run for run in (text, _shortened(text)) if run in run_names), None)
-
-
-def _shortened(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", text.lower())[:16]
 
 
 def places(run: str, regions: Sequence[str]) -> tuple[Place, ...]:

@@ -45,16 +45,13 @@ class _Packet:
 
 
 class TunPlane:
-    """The back-end `tun`. Give `fds` to select, the readable ones to `read`, and call `forward` when `wake_at_ns` is
-    due.
+    """The router. Give `fds` to select, the readable ones to `read`, and call `forward` when `wake_at_ns` is due.
 
     Args:
         places: the regions, in the topology's order; their namespaces exist. seed: of jitter and loss.
 
     Raises DilocoError: a device can't be made.
     """
-
-    name = "tun"
 
     def __init__(self, places: Sequence[Place], conditions: Conditions, *, seed: int) -> None:
         self._places = places

@@ -25,7 +25,6 @@ from diloco_node.lab.chaos.demo_processes import (
     find_left_behind,
     hold_all,
     is_alive,
-    running_demo,
 )
 from diloco_node.lab.chaos.executor import FaultExecutor, StruckFault
 from diloco_node.lab.chaos.fault_plan import FaultPlan, FaultTarget, PlannedFault
@@ -358,21 +357,6 @@ def test_a_file_that_is_none_of_a_demo_is_refused(tmp_path: Path, text: str) -> 
     (tmp_path / DEMO_FILE).write_text(text)
     with pytest.raises(ConfigError, match="can't be read"):
         DemoFile.load(tmp_path)
-
-
-def test_the_demo_that_runs_here_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="no demo runs"):
-        running_demo()
-    own = process_of(os.getpid())
-    assert own is not None
-    for name, process in (("old", replace(own, start_ticks=1)), ("new", own)):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        DemoFile(tmp_path / "runs" / name, process).save()
-    assert running_demo() == Path("runs/new")
-    DemoFile(tmp_path / "runs" / "old", own).save()
-    with pytest.raises(ConfigError, match="2 demos run"):
-        running_demo()
 
 
 def test_a_fault_ends_by_itself_and_nonsense_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ from diloco_node.lab.chaos.fault_plan import (
     draw_gap,
     draw_one,
     parse_target,
-    parse_victims,
     storm,
 )
 from diloco_node.numeric import NS_PER_S
@@ -133,13 +132,6 @@ def test_targets_are_a_region_or_one_of_its_parts() -> None:
 def test_other_targets_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_target(text, REGIONS)
-
-
-def test_victims_are_names_with_commas() -> None:
-    assert parse_victims("learner, daemon,learner") == ("learner", "daemon")
-    for text in ("", ",", "learner,leader"):
-        with pytest.raises(ValueError, match="supervisor"):
-            parse_victims(text)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -82,17 +82,7 @@ def line(at_s: float, order: str, target: str) -> str:
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        ([line(5, "kill", "eu"), line(9, "join", "eu")], "line 1: eu is not there at 5 s: it joins later"),
         ([line(5, "promote", "eu")], "line 1: there is no region 'eu'"),
-        (
-            [line(9, "pause", "us-west"), line(5, "leave", "us-west")],
-            "line 1: us-west is not there at 9 s: it has left",
-        ),
-        ([line(5, "join", "us-west")], "line 1: us-west is there already at 5 s: let a region of another name join"),
-        ([line(5, "leave", "us-west"), line(6, "join", "us-west")], "line 2: us-west has left at 6 s"),
-        ([line(5, "promote", "us-west")], "line 1: us-west has a vote already at 5 s"),
-        ([line(1, "join", "eu"), line(2, "demote", "eu")], "line 2: eu has no vote at 2 s"),
-        ([line(1, "leave", "us-east"), line(1, "demote", "us-west")], "line 2: demote us-west at 1 s leaves no voter"),
         ([line(1, "join", "EU")], "line 1: 'EU' is no region's name"),
         ([line(1, "join", "x" * 64)], "line 1: 'x*' is no region's name"),
         ([line(1, "wipe", "us-east.daemon")], "line 1: wipe is given to a whole region: name us-east"),

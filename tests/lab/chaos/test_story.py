@@ -21,14 +21,14 @@ from diloco_node.lab.chaos.story import (
     life,
     longest_gap,
     longest_gap_ns,
-    loss_at,
-    loss_course,
     merged_at_ns,
+    outage_document,
     rejoin_ns,
     rejoins,
     timed_merges,
     training,
 )
+from diloco_node.lab.wan.topology import Outage, Scope
 from diloco_node.numeric import NS_PER_S
 
 S = NS_PER_S
@@ -125,7 +125,6 @@ def test_a_run_without_samples_or_merges_has_no_figures() -> None:
     done = training([], [], regions=["a"], end_ns=20 * S, final=(0, None))
     assert (done["tokens_merged"], done["commits"], done["participation_of"]) == (0, 0, {"a": None})
     assert done["longest_gap_seconds"] == 20
-    assert done["val_losses"] == []
 
 
 def test_the_longest_gap_may_lie_at_either_end() -> None:
@@ -141,58 +140,26 @@ def test_a_gap_reaches_from_the_windows_edges() -> None:
     assert longest_gap([2.0, 3.0], 1.0, 9.0) == 6.0
 
 
-def test_a_loss_is_noted_when_it_was_measured_anew_and_not_at_the_runs_end() -> None:
-    def region(loss: float | None) -> RegionSample:
-        return RegionSample(True, True, val_loss=loss)
-
-    samples = [
-        sample(1, tokens=100, a=region(None)),
-        sample(2, tokens=200, a=region(3.0)),
-        sample(3, tokens=300, a=region(3.0)),
-        sample(4, tokens=250, a=region(None), b=region(2.9)),
-        sample(5, tokens=400, a=region(2.5), b=region(2.9)),
-        sample(6, tokens=500, a=region(1.0)),
-    ]
-    assert loss_course(samples, 5 * S) == [(200, 3.0), (300, 2.9), (400, 2.5)]
-
-
-def test_a_loss_between_two_points_lies_on_their_line() -> None:
-    points = [(100, 4.0), (200, 3.0), (200, 2.8), (400, 2.0)]
-    assert loss_at(points, 150) == 3.5
-    assert loss_at(points, 100) == 4.0
-    assert loss_at(points, 300) == pytest.approx(2.4)
-    assert loss_at(points, 400) == 2.0
-    assert loss_at(points, 99) is None
-    assert loss_at(points, 401) is None
-    assert loss_at([(100, 4.0)], 100) is None
-    assert loss_at([], 1) is None
-
-
 def test_goodput_is_the_tokens_merged_over_those_of_the_undisturbed_run() -> None:
-    own = {"seconds": 50, "tokens_merged": 880, "tokens_merged_of": {"a": 400, "b": 480}, "val_losses": [[790, 9.0]]}
+    own = {"seconds": 50, "tokens_merged": 880, "tokens_merged_of": {"a": 400, "b": 480}}
     own["final"] = {"tokens": 800, "val_loss": 2.02}
     undisturbed = {
         "seconds": 50,
         "tokens_merged": 1000,
         "tokens_merged_of": {"a": 500, "b": 0},
-        "val_losses": [[700, 2.1], [900, 1.9], [1000, 1.5]],
         "final": {"tokens": 1100, "val_loss": 1.4},
     }
     found = compare(own, undisturbed, ends_by_tokens=False)
     assert found["goodput"] == 0.88
     assert found["goodput_of"] == {"a": 0.8, "b": None}
-    assert found["loss"]["change"] == pytest.approx(0.01)
-    assert [found["loss"][key] for key in ("tokens", "own", "undisturbed", "undisturbed_tokens")] == [800, 2.02, 2, 800]
-    # Nearly as many tokens: between the last measurement and the final model.
-    further = compare({**own, "final": {"tokens": 1050, "val_loss": 1.45}}, undisturbed, ends_by_tokens=False)
-    assert further["loss"]["undisturbed"] == pytest.approx(1.45)
+    assert found["loss"] is None, "of an unfinished model at other tokens nothing is said"
 
 
 def test_runs_that_end_with_as_many_tokens_are_compared_by_their_final_models() -> None:
     """The last rounds merge what is left, so neither ends exactly there."""
-    own = {"seconds": 80, "tokens_merged": 1000, "tokens_merged_of": {"a": 500}, "val_losses": []}
+    own = {"seconds": 80, "tokens_merged": 1000, "tokens_merged_of": {"a": 500}}
     own["final"] = {"tokens": 1015, "val_loss": 1.515}
-    undisturbed = {**own, "seconds": 60, "val_losses": [[900, 9.0]], "final": {"tokens": 1010, "val_loss": 1.5}}
+    undisturbed = {**own, "seconds": 60, "final": {"tokens": 1010, "val_loss": 1.5}}
     found = compare(own, undisturbed, ends_by_tokens=True)
     assert (found["goodput"], found["goodput_of"]) == (0.75, {"a": 0.75})
     assert found["loss"]["change"] == pytest.approx(0.01)
@@ -206,13 +173,11 @@ def test_a_number_of_tokens_is_reached_with_the_first_sample_that_has_them() -> 
     assert merged_at_ns([sample(-1, tokens=90), *samples], 80) == S  # the training had not begun
 
 
-def test_a_run_that_measured_no_loss_or_went_further_has_none_to_compare() -> None:
+def test_a_run_that_measured_no_loss_has_none_to_compare() -> None:
     none = {"tokens": 1, "val_loss": None}
-    own = {"seconds": 1, "tokens_merged": 1, "tokens_merged_of": {}, "val_losses": [], "final": none}
-    assert compare(own, own, ends_by_tokens=False)["loss"]["change"] is None
-    further = {**own, "final": {"tokens": 5000, "val_loss": 1.0}}
-    other = {**own, "val_losses": [[1, 2.0], [2, 1.0]]}
-    assert compare(further, other, ends_by_tokens=False)["loss"]["change"] is None
+    own = {"seconds": 1, "tokens_merged": 1, "tokens_merged_of": {}, "final": none}
+    measured = {**own, "final": {"tokens": 1, "val_loss": 1.0}}
+    assert [compare(*runs, ends_by_tokens=True)["loss"] for runs in ((own, measured), (measured, own))] == [None, None]
     assert compare({**own, "tokens_merged": 5}, {**own, "tokens_merged": 0}, ends_by_tokens=False)["goodput"] is None
 
 
@@ -329,3 +294,22 @@ def test_goodput_of_the_time_in_which_learners_were_there() -> None:
     assert goodput_there(training, baseline, {"a": 0.0}) is None
     assert goodput_there(training, baseline, {"a": 50.0, "b": 50.0}) is None
     assert goodput_there(training, baseline | {"tokens_merged_of": None}, {}) is None
+
+
+def test_an_outage_is_told_by_what_the_region_did_alone_and_by_its_next_merge() -> None:
+    up = RegionSample(True, True, incarnation=1)
+    samples = [
+        RunSample(at * S, {"a": replace(up, rounds=2 * at, step=10 * at), "b": replace(up, step=7 * at)})
+        for at in range(10)
+    ]
+    outage = Outage(2 * S, 3 * S, Scope("b"))
+    merges = [
+        TimedMerge(4 * S, {"a": MergeMember(1, 40, 1.0)}),
+        TimedMerge(6 * S, {"b": MergeMember(1, 35, 1.0)}),  # steps that it had sent before
+        TimedMerge(7 * S, {"a": MergeMember(1, 60, 1.0), "b": MergeMember(1, 36, 1.0)}),
+    ]
+    assert outage_document(outage, samples, merges) == {
+        "region": "b", "seconds": 3.0, "inner_steps": 21, "commits_of_others": 6, "seconds_to_merge": 2.0
+    }  # fmt: skip
+    assert outage_document(outage, samples, merges[:2])["seconds_to_merge"] is None
+    assert outage_document(outage, [], [])["inner_steps"] == 0

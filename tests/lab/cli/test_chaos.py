@@ -60,13 +60,11 @@ def test_who_is_ended_lets_a_paused_process_go_on(demo: MadeUpDemo, number: int)
     until(lambda: demo.state("b.daemon") not in "Tt")
 
 
-def test_the_only_demo_that_runs_here_is_meant(
-    demo: MadeUpDemo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(demo.folder.parent.parent)
-    assert main(["chaos", "strike", "kill", "a.daemon"]) == 0
+def test_who_is_not_there_can_not_be_struck(demo: MadeUpDemo, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["chaos", "strike", "kill", "a.daemon", "--folder", str(demo.folder)]
+    assert main(words) == 0
     demo.until_ended("a.daemon")
-    assert main(["chaos", "strike", "kill", "a.daemon"]) == 5
+    assert main(words) == 5
     assert "no such process" in capsys.readouterr().err
 
 

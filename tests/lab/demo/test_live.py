@@ -73,10 +73,10 @@ def test_a_loss_of_zero_is_a_loss() -> None:
 
 def test_plain_lines_come_once_per_period() -> None:
     out = io.StringIO()
-    with LiveView("demo", is_quiet=False, stream=out) as view:
-        for elapsed_s in (0.0, 1.0, PLAIN_PERIOD_S - 0.01, PLAIN_PERIOD_S, PLAIN_PERIOD_S + 1):
-            view.show(elapsed_s, [region_cells("us", STATUS), region_cells("eu", {})])
-        view.line("a fact")
+    view = LiveView("demo", is_quiet=False, stream=out)
+    for elapsed_s in (0.0, 1.0, PLAIN_PERIOD_S - 0.01, PLAIN_PERIOD_S, PLAIN_PERIOD_S + 1):
+        view.show(elapsed_s, [region_cells("us", STATUS), region_cells("eu", {})])
+    view.line("a fact")
     lines = out.getvalue().splitlines()
     assert len(lines) == 2 * 2 + 1
     assert lines[0].split()[:3] == ["0.0s", "us", "role=leader"]
@@ -86,9 +86,9 @@ def test_plain_lines_come_once_per_period() -> None:
 
 def test_quiet_is_quiet() -> None:
     out = io.StringIO()
-    with LiveView("demo", is_quiet=True, stream=out) as view:
-        view.show(0.0, [region_cells("us", STATUS)])
-        view.line("a fact")
+    view = LiveView("demo", is_quiet=True, stream=out)
+    view.show(0.0, [region_cells("us", STATUS)])
+    view.line("a fact")
     assert out.getvalue() == ""
 
 
@@ -103,9 +103,9 @@ def test_on_a_terminal_the_table_has_room_for_the_reason(
             return True
 
     out = Terminal()
-    with LiveView("demo of 2", is_quiet=False, stream=out) as view:
-        view.show(12.0, [region_cells("us", STATUS)])
-        view.line("a fact")
+    view = LiveView("demo of 2", is_quiet=False, stream=out)
+    view.show(12.0, [region_cells("us", STATUS)])
+    view.line("a fact")
     shown = out.getvalue()
     assert "demo of 2" in shown
     assert "12 s" in shown

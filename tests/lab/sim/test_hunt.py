@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from diloco_node.errors import ConfigError
 from diloco_node.lab.cli.simulate import app
-from diloco_node.lab.sim.hunt import Hunt, reports, seed_range
+from diloco_node.lab.sim.hunt import reports, seed_range
 from diloco_node.lab.sim.simulation import simulate
 from tests.kit.cluster_kit import is_running
 from tests.kit.commands import COMMAND
@@ -28,8 +28,8 @@ def test_seeds_are_given_as_first_and_last() -> None:
 
 
 def test_several_processes_find_what_one_does() -> None:
-    hunt = Hunt(1, 3, **SHORT, fault=CORE_FAULTS["step-less"])  # type: ignore[arg-type]
-    found = {report.seed: report for report in reports(hunt, jobs=2)}
+    hunt = reports(range(1, 4), jobs=2, **SHORT, fault=CORE_FAULTS["step-less"])
+    found = {report.seed: report for report in hunt}
     assert sorted(found) == [1, 2, 3]
     for seed, report in found.items():
         assert report == simulate(seed, **SHORT, fault=CORE_FAULTS["step-less"])  # type: ignore[arg-type]
