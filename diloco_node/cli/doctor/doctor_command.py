@@ -60,7 +60,7 @@ def examination(
         yield membership.settings_read(path, str(error), hint)
         yield from examine.examine_machine(None)
         return
-    yield membership.settings_read(str(patient.config.path), "", "")
+    yield from examine.examine_settings(patient)
     yield from examine.examine_machine(patient)
     findings, identity = examine.examine_identity(patient, dt.datetime.now(dt.UTC))
     yield from findings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import datetime as dt
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco_node import __version__
 from diloco_node.cli import start
 from diloco_node.cli.doctor import machine, membership, network, topics
 from diloco_node.cli.doctor import machine_facts as probes
 from diloco_node.errors import BindError, ConfigError, DilocoError, IdentityError, PeerError
 from diloco_node.health.finding import Finding, read_alert
 from diloco_node.health.reading import rows, section
+from diloco_node.state_names import MEMORY_SOCKET_NAME, NODE_NAME
+from diloco_node.unix_sockets import socket_path
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
@@ -59,16 +63,25 @@ class Patient:
 
 
 def examine_machine(patient: Patient | None) -> Iterator[Finding]:
-    """Check kernel, disk, memory and clock; what depends on run.toml only where there is one."""
+    """Check version, kernel, disk, memory and clock; what depends on run.toml only where there is one."""
+    from diloco_node.wire.message_tables import PROTOCOL_VERSION
+
+    yield topics.PROGRAM.ok(f"diloco-node {__version__}, protocol {PROTOCOL_VERSION}")
+    yield from _kernel()
+    if patient is not None:
+        yield from _disk_and_memory(patient)
+    yield machine.clock_sync(probes.is_clock_synced())
+
+
+def _kernel() -> Iterator[Finding]:
+    from diloco_node.daemon.process_setup import DESCRIPTORS_LOW
     from diloco_node.transport.kernel.congestion import own_congestion_controls
 
     controls = own_congestion_controls()
     if controls is not None:
         yield machine.congestion_control(controls.usual, controls.long_rtt)
     yield machine.tcp_buffers(*(probes.sysctl_last(f"net/ipv4/tcp_{name}") for name in ("rmem", "wmem")))
-    if patient is not None:
-        yield from _disk_and_memory(patient)
-    yield machine.clock_sync(probes.is_clock_synced())
+    yield machine.descriptors(probes.descriptor_limit(), DESCRIPTORS_LOW)
 
 
 def _disk_and_memory(patient: Patient) -> Iterator[Finding]:
@@ -84,8 +97,36 @@ def _disk_and_memory(patient: Patient) -> Iterator[Finding]:
     )
     heartbeat_s = patient.config.rounds.heartbeat.ns / 1e9
     yield machine.fsync_time([] if free is None else probes.fsync_seconds(folder), heartbeat_s)
+    if free is not None:  # else that is what is wrong
+        yield machine.locks(probes.lock_error(folder))
+        yield _sockets(patient.folder.resolve(), folder)
     need = None if needs is None else needs.memory
     yield machine.memory(probes.available_memory(), need, is_taken=patient.status is not None)
+
+
+def _sockets(state_dir: Path, folder: Path) -> Finding:
+    """Bind where the region's sockets will be. folder: the state folder, or the closest one above it that is there."""
+    try:
+        place = socket_path(state_dir, MEMORY_SOCKET_NAME).parent
+    except (BindError, OSError) as error:
+        return machine.sockets("", str(error), is_direct=False)
+    is_direct = place == state_dir
+    return machine.sockets(str(place), probes.bind_error(folder if is_direct else place), is_direct=is_direct)
+
+
+def examine_settings(patient: Patient) -> Iterator[Finding]:
+    """Compare run.toml with the settings with which each region on this machine was started."""
+    from diloco_node.daemon.spec import NodeSpec
+
+    yield membership.settings_read(str(patient.config.path), "", "")
+    now = dataclasses.asdict(patient.config.run_settings())
+    for name in patient.config.regions:
+        file = patient.config.state_dir(name) / NODE_NAME
+        if probes.is_there(file):
+            try:
+                yield membership.settings_kept(name, dataclasses.asdict(NodeSpec.load(file).settings), now)
+            except DilocoError as error:
+                yield topics.UNCHANGED.warning(str(error), f"start {name} again: the file is written anew")
 
 
 def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[Finding], Identity | None]:
@@ -164,14 +205,17 @@ def _answer_findings(peer: str, address: str, answer: PeerAnswer, config: NodeCo
 
 
 def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[Finding]:
-    """Check what the learner reads at its start. command: the user's own; empty: the built-in trainer."""
+    """Check what the learner's process needs. command: the user's own; empty: the built-in trainer."""
+    config = patient.config
+    modules = start.preload_modules(config, command)
+    yield membership.preload(modules, probes.missing_modules(modules))
     errors = []
     if command and shutil.which(command[0]) is None:
         errors.append(f"command {command[0]!r} is not found on PATH")
     checks: tuple[Callable[[NodeConfig], None], ...] = () if command else (start.check_data, start.check_model)
     for check in (start.check_init, *checks):
         try:
-            check(patient.config)
+            check(config)
         except ConfigError as error:
             errors.append(str(error))
     yield membership.learner_files(errors)

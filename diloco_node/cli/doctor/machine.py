@@ -41,6 +41,14 @@ def tcp_buffers(rmem_max: int | None, wmem_max: int | None) -> Finding:
     return topics.BUFFERS.warning(f"{text}: at most {at_100_ms}/s a connection over 100 ms", hint)
 
 
+def descriptors(hard: int, need: int) -> Finding:
+    """Judge the hard limit of open files, to which the daemon raises its own."""
+    if hard < need:
+        hint = f"raise it to {need} or more: ulimit -Hn, LimitNOFILE= of the unit, --ulimit nofile= of the container"
+        return topics.DESCRIPTORS.warning(f"{hard} open files allowed, {need} wanted; half are for connections", hint)
+    return topics.DESCRIPTORS.ok(f"{hard} open files allowed")
+
+
 def disk_space(folder: str, *, free: int | None, usage: int, need: int | None, error: str) -> Finding:
     """Judge the room for the state folder.
 
@@ -71,6 +79,27 @@ def fsync_time(seconds: Sequence[float], heartbeat_s: float) -> Finding:
         hint = "put run.state_dir on a local SSD; or raise rounds.heartbeat and rounds.election_timeout everywhere"
         return topics.FSYNC.warning(f"{text}; the heartbeat is {1e3 * heartbeat_s:.0f} ms", hint)
     return topics.FSYNC.ok(text)
+
+
+def locks(error: str) -> Finding:
+    """Judge whether the state folder's disk gives locks. `error`: why not; empty: it does."""
+    text, _, hint = error.partition(": ")
+    return topics.LOCKS.failed(text, hint) if error else topics.LOCKS.ok("files can be locked")
+
+
+def sockets(place: str, error: str, *, is_direct: bool) -> Finding:
+    """Judge the folder of the region's Unix sockets.
+
+    Args:
+        place: the folder. error: why none can be bound there; empty: it can. is_direct: it is the state folder itself,
+            and not the one in the temporary directory for state folders with a long path.
+    """
+    why = "" if is_direct else ", for the path of the state folder is too long"
+    if error:
+        other = "" if is_direct else ", or TMPDIR to one with a short path"
+        hint = f"set run.state_dir (--state-dir) to a local disk and a short path{other}"
+        return topics.SOCKETS.failed(f"no Unix socket can be bound: {error}{why}", hint)
+    return topics.SOCKETS.ok(f"Unix sockets can be bound in {place}{why}")
 
 
 def memory(available: int | None, need: int | None, *, is_taken: bool) -> Finding:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib.util
 import os
+import resource
 import shutil
+import socket
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
+
+from diloco_node.errors import DiskRefused
+from diloco_node.file_lock import lock_file
 
 FSYNCS: Final = 100
 FSYNC_S_MAX: Final = 2.0
@@ -28,6 +37,12 @@ def sysctl_last(name: str) -> int | None:
         return int((Path("/proc/sys") / name).read_text().split()[-1])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def descriptor_limit() -> int:
+    """The hard limit of open files."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 def is_there(path: Path) -> bool:
@@ -83,6 +98,28 @@ def fsync_seconds(folder: Path) -> list[float]:
     return times
 
 
+def lock_error(folder: Path) -> str:
+    """The reason why a file in an existing folder can't be locked; empty if it can, or if none can be written there."""
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=folder) as file:
+        try:
+            lock_file(file.fileno(), Path(file.name))
+        except DiskRefused as error:
+            return str(error)
+    return ""
+
+
+def bind_error(folder: Path) -> str:
+    """The reason why no Unix socket can be bound in an existing folder; empty if one can."""
+    path = folder / f"{os.getpid():x}.s"  # as short as the shortest name that the program binds
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(os.fspath(path))
+        except OSError as error:
+            return f"{path}: {error.strerror or error}"
+    path.unlink()
+    return ""
+
+
 def available_memory() -> int | None:
     """Bytes: of the machine, and of the control group where that is less."""
     limits = [limit for limit in (_machine_memory(), group_memory(CONTROL_GROUPS, _own_group())) if limit is not None]
@@ -135,3 +172,15 @@ def is_clock_synced() -> bool | None:
     except (OSError, AttributeError):
         return None
     return None if state < 0 else state != _TIME_ERROR
+
+
+def missing_modules(modules: Sequence[str]) -> dict[str, str]:
+    """Modules that this Python does not find, with the reason. Only packages above them are imported."""
+    missing = {}
+    for name in modules:
+        try:
+            if importlib.util.find_spec(name) is None:
+                missing[name] = "there is no such module"
+        except (ImportError, ValueError) as error:
+            missing[name] = str(error)
+    return missing

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from diloco_node.cli.doctor import topics
 from diloco_node.health.alerts import CERTIFICATE_DAYS
 from diloco_node.health.finding import Finding
 
 DIGEST_CHARACTERS: Final = 16
+SETTINGS_SHOWN_MAX: Final = 8
 
 COPY_HINT: Final = "copy the region's whole folder from where diloco-node certs made it"
 RENEW_HINT: Final = (
@@ -27,6 +28,22 @@ _CERTIFICATE_HINTS: Final = (
 def settings_read(path: str, error: str, hint: str) -> Finding:
     """Judge whether run.toml is there and right."""
     return topics.RUN_TOML.failed(error, hint) if error else topics.RUN_TOML.ok(f"{path} is right")
+
+
+def settings_kept(region: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Finding:
+    """Compare settings that all regions share: as this region was started last, and as run.toml has them now."""
+    changes = differences(before, now)
+    if not changes:
+        return topics.UNCHANGED.ok(f"{region} was last started with the same [run] and [rounds]")
+    hint = "put the old values back, or change them in all regions and start all of them again"
+    return topics.UNCHANGED.warning(f"since {region} was started last: {changes}", hint)
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Settings that differ, with both values; empty when there are none."""
+    names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    words = [f"{name} was {old.get(name)!s:.40}, is {new.get(name)!s:.40}" for name in names[:SETTINGS_SHOWN_MAX]]
+    return "; ".join(words) + (f"; {len(names) - len(words)} more" if len(names) > len(words) else "")
 
 
 def settings_equal(peer: str, ours: str, peer_digest: str, difference: str) -> Finding:
@@ -80,6 +97,17 @@ def port(address: str, error: str, is_own: bool) -> Finding:
     return topics.PORT.failed(
         f"{address}: {error}", "see who has it: ss -ltnp; end that, or set another port in run.toml"
     )
+
+
+def preload(modules: Sequence[str], missing: Mapping[str, str]) -> Finding:
+    """Judge the modules of `learner.preload`. missing: those that can't be imported, with the reason."""
+    if missing:
+        why = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+        hint = (
+            "install them in this environment, or take them out of [learner] preload; learners start afresh meanwhile"
+        )
+        return topics.PRELOAD.failed(f"can't be imported: {why}", hint)
+    return topics.PRELOAD.ok(f"{', '.join(modules)} can be imported" if modules else "nothing is preloaded")
 
 
 def learner_files(errors: Sequence[str]) -> Finding:

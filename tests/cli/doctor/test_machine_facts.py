@@ -1,5 +1,7 @@
 """Probes against this machine, where a fact can be planted or known."""
 
+import errno
+import fcntl
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +34,24 @@ def test_fsyncs_are_timed_and_leave_nothing(tmp_path: Path) -> None:
     assert probes.fsync_seconds(Path("/proc")) == []
 
 
+def test_locks_and_sockets_are_tried_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (probes.lock_error(tmp_path), probes.bind_error(tmp_path)) == ("", "")
+    assert list(tmp_path.iterdir()) == []
+    assert "No such file or directory" in probes.bind_error(tmp_path / "none")
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+    assert "AF_UNIX path too long" in probes.bind_error(long)
+    assert list(long.iterdir()) == []
+    assert probes.lock_error(Path("/proc")) == "", "what can't be written is another check's"
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert "(No locks available): the file system of this folder gives no locks" in probes.lock_error(tmp_path)
+    assert list(tmp_path.iterdir()) == [long]
+
+
 def test_what_the_kernel_does_not_have_is_none() -> None:
     assert probes.sysctl_last("no/such/setting") is None
     assert probes.is_clock_synced() in (True, False, None)
@@ -42,3 +62,8 @@ def test_what_the_kernel_does_not_have_is_none() -> None:
 def test_the_kernel_s_word_on_its_clock(monkeypatch: pytest.MonkeyPatch, state: int, is_synced: bool | None) -> None:
     monkeypatch.setattr(probes.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(adjtimex=lambda _: state))
     assert probes.is_clock_synced() is is_synced
+
+
+def test_modules_that_are_missing_are_named() -> None:
+    missing = probes.missing_modules(["json", "no_such_module", "json.no_such", "no_such.deep"])
+    assert list(missing) == ["no_such_module", "json.no_such", "no_such.deep"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco_node.state_names import NODE_NAME
 from diloco_node.wire.envelope import LinkRole
 from tests.kit.doctor_kit import OWN, PEER, Sheet, Ward
 
@@ -79,6 +80,11 @@ def another_region(ward: Ward) -> None:
     ward.write(ward.text().replace(f"[regions.{OWN}]", "[regions.elsewhere]"))
 
 
+def unknown_preload(ward: Ward) -> None:
+    ward.certify()
+    ward.add('[learner]\npreload = ["no_such_module_of_mine"]')
+
+
 def missing_data(ward: Ward) -> None:
     ward.certify()
     ward.add('[data]\npaths = ["no-such-folder"]')
@@ -123,6 +129,7 @@ def no_such_name(ward: Ward) -> None:
         (unknown_setting, "run-toml", "failed", "rounds.sync_evry", "do what it says"),
         (misspelt_setting, "run-toml", "failed", "did you mean sync_every?", "do what it says"),
         (another_region, "run-toml", "failed", f"'{OWN}' is not in [regions]", "do what it says"),
+        (unknown_preload, "preload", "failed", "no_such_module_of_mine: there is no such module", "preload"),
         (missing_data, "learner-files", "failed", "no-such-folder", "correct the path"),
         (missing_init, "learner-files", "failed", "no-such.safetensors", "correct the path"),
         (state_is_a_file, "disk-space", "failed", "/proc/diloco-state/here can't be written", "run.state_dir"),
@@ -155,6 +162,13 @@ def test_a_port_that_is_taken(ward: Ward, which: str) -> None:
     failures = [result for result in sheet.of("port") if result["mark"] == "failed"]
     assert [result["text"].startswith(f"127.0.0.1:{number}: ") for result in failures] == [True]
     assert "ss -ltnp" in failures[0]["hint"]
+
+
+def test_few_open_files_allowed(ward: Ward) -> None:
+    ward.certify()
+    sheet = ward.examine_apart("prlimit", "--nofile=256:256")
+    assert sheet.one("descriptors")["mark"] == "warning"
+    assert "256 open files allowed" in sheet.one("descriptors")["text"]
 
 
 # Root may see everything, unless it can't.
@@ -233,6 +247,21 @@ def test_a_full_disk(ward: Ward) -> None:
         assert "No space left on device" in result["text"]
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+def test_settings_that_changed_since_the_start_are_named_with_both_values(ward: Ward) -> None:
+    from diloco_node.cli.start import node_spec
+    from diloco_node.config.resolve import load_config
+
+    ward.certify()
+    folder = ward.folder / "state" / OWN
+    folder.mkdir(parents=True)
+    node_spec(load_config(ward.config), OWN, folder).save(folder / NODE_NAME)
+    assert ward.examine().one("settings-changed")["mark"] == "ok"
+    ward.write(ward.text().replace("sync_every = 24", "sync_every = 16"))
+    result = ward.examine().one("settings-changed")
+    assert result["mark"] == "warning"
+    assert "sync_every was 24, is 16" in result["text"]
 
 
 def test_a_training_command_that_is_not_there(ward: Ward) -> None:

@@ -35,12 +35,24 @@ def day(number: int) -> dt.datetime:
         (machine.tcp_buffers(6 << 20, 32 << 20), Mark.WARNING, "at most 62.9 MB/s a connection over 100 ms"),
         (machine.tcp_buffers(16 << 20, 16 << 20), Mark.OK, "16.8 MB"),
         (machine.tcp_buffers(None, 16 << 20), Mark.UNKNOWN, "does not say"),
+        (machine.descriptors(4096, 4096), Mark.OK, "4096 open files"),
+        (machine.descriptors(4095, 4096), Mark.WARNING, "4095 open files allowed, 4096 wanted"),
         (machine.disk_space("f", free=50, usage=49, need=100, error=""), Mark.FAILED, "needs 100 B and has 49 B"),
         (machine.disk_space("f", free=50, usage=50, need=100, error=""), Mark.OK, "50 B free"),
         (machine.disk_space("f", free=50, usage=0, need=None, error=""), Mark.UNKNOWN, "not known"),
         (machine.fsync_time([0.001] * 99 + [9.0], 0.2), Mark.OK, "fsync p99 1.0 ms of 100"),
         (machine.fsync_time([0.001] * 98 + [9.0] * 2, 0.2), Mark.WARNING, "p99 9000.0 ms of 100; the heartbeat is 200"),
         (machine.fsync_time([], 0.2), Mark.UNKNOWN, "not measured"),
+        (machine.locks(""), Mark.OK, "files can be locked"),
+        (machine.locks("f can't be locked (No locks): use NFS's"), Mark.FAILED, "f can't be locked (No locks)"),
+        (machine.sockets("f", "", is_direct=True), Mark.OK, "Unix sockets can be bound in f"),
+        (
+            machine.sockets("t", "", is_direct=False),
+            Mark.OK,
+            "bound in t, for the path of the state folder is too long",
+        ),
+        (machine.sockets("f", "Not supported", is_direct=True), Mark.FAILED, "can be bound: Not supported"),
+        (machine.sockets("", "t is open to others", is_direct=False), Mark.FAILED, "t is open to others, for the path"),
         (machine.memory(99, 100, is_taken=False), Mark.FAILED, "99 B available"),
         (machine.memory(100, 100, is_taken=False), Mark.OK, "100 B available"),
         (machine.memory(None, 100, is_taken=False), Mark.UNKNOWN, "not known"),
@@ -116,6 +128,13 @@ def test_alerts_of_the_daemon_are_findings_with_their_command() -> None:
     (check, *_) = examination_document(findings)["checks"]
     assert (check["text"], check["hint"]) == ("A-X it is so", "do that: diloco-node status")
     assert network.alert(read_alert({})).hint
+
+
+def test_a_setting_that_differs_is_named_with_both_values() -> None:
+    assert membership.differences({"a": 1, "b": 2}, {"a": 1, "b": 3}) == "b was 2, is 3"
+    assert membership.differences({"a": 1}, {"a": 1}) == ""
+    many = {str(index): index for index in range(20)}
+    assert membership.differences(many, {}).endswith("; 12 more")
 
 
 def test_lines_stand_under_their_category_with_the_remedy_below() -> None:
