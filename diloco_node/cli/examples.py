@@ -22,7 +22,8 @@ EXAMPLES: Final = {
     "help": "diloco-node help E-PEER-CERT",
     "plan": (
         "diloco-node plan --parameters 5e9 --regions 4 --step-time 1s --budget 2Gbit/s\n"
-        "diloco-node plan --mesh mesh.json --budget 500Mbit/s"
+        "diloco-node plan --config run.toml --mesh mesh.json\n"
+        "diloco-node plan us-east --budget 500Mbit/s"
     ),
     "ledger": "diloco-node ledger us-east --follow --from 1000",
     "replay": "diloco-node replay us-east --json",
@@ -58,9 +59,9 @@ EXAMPLES: Final = {
     "wan status": "diloco-node wan status",
     "chaos strike": "diloco-node chaos strike pause us-east.daemon --for 10s --folder runs/demo",
     "measure serve": "diloco-node measure serve --region us-west",
-    "measure latency": "diloco-node measure latency us-west",
+    "measure latency": "diloco-node measure latency us-west --load",
     "measure bandwidth": "diloco-node measure bandwidth us-west --reverse --seconds 10",
-    "measure mesh": "diloco-node measure mesh --json > mesh.json\ndiloco-node plan --mesh mesh.json",
+    "measure mesh": "diloco-node measure mesh --out mesh.json\ndiloco-node plan --mesh mesh.json",
 }
 
 

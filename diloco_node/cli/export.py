@@ -6,14 +6,14 @@ import json
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from diloco_node import __version__
 from diloco_node.cli.places import copies_or_run
-from diloco_node.config.urls import is_url
-from diloco_node.errors import ConfigError
+from diloco_node.errors import ConfigError, StorageError
 from diloco_node.integrations.weight_files import check_hub_name, has_weights
 
 if TYPE_CHECKING:
@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 
     from diloco_node.daemon.export_source import MergedModel
     from diloco_node.integrations.hf_export import SavedModel
+    from diloco_node.storage.object_store import Objects
 
 REPORT_NAME: Final = "export.json"
+BEGUN_NAME: Final = "export-begun.json"
+"""At a URL while the files of an export are sent: --force may replace what a cut has left."""
+
+LISTING_BYTES_MAX: Final = 64 << 20
 CONFIG_NAME: Final = "config.json"
 NAMES_SHOWN: Final = 3
 
@@ -51,7 +56,7 @@ def export(
             help="A region of run.toml, its state folder, that of all regions, or where copies are: a URL or a folder.",
         ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write, or a URL such as s3://BUCKET/NAME.")],
     config: Annotated[
         Path | None,
         typer.Option("--config", metavar="FILE", help="The model's config.json, where a script of your own trains it."),
@@ -90,8 +95,6 @@ def export(
         raise ConfigError("--config and --base are for --format hf: a distributed checkpoint has tensors only")
     document, source = ({}, None) if is_adapter or is_dcp else _model_source(model, config, base)
     weights = source if source is not None and (base is not None or has_weights(source)) else None
-    if is_url(str(out)):
-        raise ConfigError(f"{out} is no folder: export to this disk, and send that with your store's own tool")
     with _new_export(out, is_forced=force) as fresh:
         if is_dcp:
             result = save_dcp(fresh, model.tensors, dtype=dtype.value)
@@ -125,18 +128,50 @@ def _read_model(place: str, version: int | None, step: int | None) -> MergedMode
 
 
 @contextmanager
-def _new_export(out: Path, *, is_forced: bool) -> Iterator[Path]:
-    """Hand out an empty folder to fill, which takes the name at the end of the block.
+def _new_export(out: str, *, is_forced: bool) -> Iterator[Path]:
+    """Hand out an empty folder to fill, which takes the name at the end of the block, or is sent to the URL.
 
     Raises ConfigError: something is there that is no export: --force on a wrong path would remove a region's state.
     """
-    from diloco_node.storage.new_folder import new_folder
+    import numpy as np
 
-    names = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    if names and is_forced and REPORT_NAME not in names:
+    from diloco_node.storage.new_folder import new_folder
+    from diloco_node.storage.object_store import folder_of, open_objects
+
+    folder = folder_of(out)
+    if folder is None:
+        objects = open_objects(out)
+        names = set(objects.sizes())
+    else:
+        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if names and is_forced and not names & {REPORT_NAME, BEGUN_NAME}:
         raise ConfigError(f"{out} has no {REPORT_NAME}: --force replaces earlier exports only; give another name")
-    with new_folder(out, is_forced=is_forced) as fresh:
-        yield fresh
+    if folder is not None:
+        with new_folder(folder, is_forced=is_forced) as fresh:
+            yield fresh
+        return
+    if names and not is_forced:
+        raise ConfigError(f"{out} is there and not empty: give another URL, or add --force to replace it")
+    with TemporaryDirectory(prefix="diloco-export-") as fresh_name:
+        yield Path(fresh_name)
+        paths = {path.relative_to(fresh_name).as_posix(): path for path in _files(Path(fresh_name))}
+        # Others' objects below the URL stay. Of one that was cut off, this list says what it replaced and wrote.
+        earlier = {name for report in names & {REPORT_NAME, BEGUN_NAME} for name in _listing(objects, report)} & names
+        objects.write(BEGUN_NAME, [json.dumps({"files": sorted(earlier | paths.keys())}).encode()])
+        for name in sorted((names & {REPORT_NAME}) | (earlier - paths.keys()), key=lambda name: name != REPORT_NAME):
+            objects.remove(name)
+        # The report comes last: without it the files at the URL are no export.
+        for name in sorted(paths, key=lambda name: name == REPORT_NAME):
+            objects.write(name, [np.memmap(paths[name], np.uint8, "r").data] if paths[name].stat().st_size else [])
+        objects.remove(BEGUN_NAME)
+
+
+def _listing(objects: Objects, name: str) -> list[str]:
+    """The files that an earlier export names; none where its list is damaged."""
+    try:
+        return [str(file) for file in json.loads(objects.read(name, LISTING_BYTES_MAX).tobytes())["files"]]
+    except (StorageError, ValueError, KeyError, TypeError, RecursionError):
+        return []
 
 
 def _files(folder: Path) -> list[Path]:
@@ -217,7 +252,7 @@ def as_document(model: MergedModel, result: SavedModel, files: Mapping[str, Any]
     }
 
 
-def report_line(report: Mapping[str, Any], out: Path) -> str:
+def report_line(report: Mapping[str, Any], out: str) -> str:
     """For people: the contents of the folder."""
     versions = report["versions"]
     state = "finished" if report["is_final"] else "in mid-run"

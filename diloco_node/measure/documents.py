@@ -20,10 +20,11 @@ def forget(_: dict[str, Any]) -> None:
     """A `OnPartial` for those who want the end only."""
 
 
-def latency_document(latency: Latency) -> dict[str, Any]:
-    """The row of the table."""
+def latency_document(load: str, latency: Latency) -> dict[str, Any]:
+    """A row of the table: `load` is "none", "out" or "in"."""
     least = latency.tcp_rtt_min_ns
     return {
+        "load": load,
         "answered": latency.answered,
         "unanswered": latency.unanswered,
         "min_seconds": latency.min_ns / NS_PER_S,

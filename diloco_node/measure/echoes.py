@@ -7,7 +7,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from diloco_node.errors import LinkLost
 from diloco_node.measure.gate import MeasuringGate
@@ -76,8 +76,8 @@ class EchoProbe:
         if self._echoes is not None and self._echoes.peer == peer:
             self._echoes.take(message, now_ns=self.now_ns())
 
-    async def measure(self, peer: str, span_s: float) -> Latency:
-        """Send echoes for so long. Raises LinkLost: none came back."""
+    async def measure(self, peer: str, span_s: float, *, load: asyncio.Task[Any] | None = None) -> Latency:
+        """Send echoes for so long, or until the load ends. Raises LinkLost: none came back."""
         loop, gap_s = asyncio.get_running_loop(), self._gap_s(peer)
         before = await self._transport.tcp_now(peer)
         echoes = self._echoes = Echoes(peer)
@@ -88,6 +88,8 @@ class EchoProbe:
                 echoes.sent_ns[self._sequence] = self.now_ns()
                 self._transport.send(peer, EchoRequest(self._sequence))
                 await asyncio.sleep(max(0.0, started_s + number * gap_s - loop.time()))
+                if load is not None and load.done():
+                    break
             await echoes.until_all_back(UNANSWERED_AFTER_S)
         finally:
             self._echoes = None

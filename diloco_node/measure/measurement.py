@@ -20,7 +20,10 @@ from diloco_node.wire import measure_messages as msg
 MESH_PROBES_NS_MAX: Final = 3 * NS_PER_S // 2
 SECONDS_MIN: Final = 0.1
 
-KEYS: Final = frozenset({"what", "peer", "seconds", "warm_up_seconds", "bytes_max", "reverse"})
+LOADED_MORE_NS: Final = NS_PER_S
+"""The flow goes on for longer than the echoes, so that the last of them meets it too."""
+
+KEYS: Final = frozenset({"what", "peer", "seconds", "warm_up_seconds", "bytes_max", "load", "reverse"})
 
 OnProgress = Callable[[str], None]
 Limits = Callable[[str], tuple[int | None, str]]
@@ -34,7 +37,7 @@ class MeasureRequest:
     Attributes:
         what: "latency", "bandwidth" or "mesh". peer: empty for a mesh.
         warm_ns: None: by the round trip. bytes_max: of each flow.
-        reverse: bandwidth from the peer to here.
+        load: latency also under load. reverse: bandwidth from the peer to here.
     """
 
     what: str
@@ -42,6 +45,7 @@ class MeasureRequest:
     span_ns: int
     warm_ns: int | None
     bytes_max: int
+    load: bool
     reverse: bool
 
 
@@ -51,8 +55,8 @@ def parse_request(
     """Check what came over the admin port, or from the command line.
 
     Args:
-        document: "what"; "peer" but for a mesh; "seconds"; and if wanted "warm_up_seconds", "bytes_max", "reverse".
-        region: ours. peers: names that there are.
+        document: "what"; "peer" but for a mesh; "seconds"; and if wanted "warm_up_seconds", "bytes_max", "load",
+            "reverse". region: ours. peers: names that there are.
         is_daemon: it is to be measured over the links of a running daemon.
 
     Raises:
@@ -76,11 +80,12 @@ def parse_request(
     bytes_max = document.get("bytes_max", most)
     if type(bytes_max) is not int or not msg.BODY_BYTES_MAX <= bytes_max <= most:
         raise ConfigError(f"bytes_max is {bytes_max!r}: {msg.BODY_BYTES_MAX} to {most} bytes for each test")
-    reverse = document.get("reverse", False)
-    if type(reverse) is not bool:
-        raise ConfigError(f"reverse is {reverse!r}: true or false")
+    flags = {name: document.get(name, False) for name in ("load", "reverse")}
+    for name, value in flags.items():
+        if type(value) is not bool:
+            raise ConfigError(f"{name} is {value!r}: true or false")
     warm_ns = None if warm_up is None else int(warm_up * NS_PER_S)
-    return MeasureRequest(kind, peer, int(seconds * NS_PER_S), warm_ns, bytes_max, reverse)
+    return MeasureRequest(kind, peer, int(seconds * NS_PER_S), warm_ns, bytes_max, **flags)
 
 
 def _number(document: Mapping[str, Any], key: str, lower: float, upper: float) -> float:
@@ -133,12 +138,19 @@ class MeasureCommand:
             self._is_running = False
 
     async def _latency(self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
-        del on_partial  # half of a row is nothing
         peer, seconds = request.peer, request.span_ns / NS_PER_S
         on_progress(f"round trips to {peer}")
         async with self._linked((peer,)) as measuring:
             about = {"from": self._region, "to": peer, "address": measuring.address(peer), "seconds": seconds}
-            rows = [latency_document(await measuring.latency(peer, seconds))]
+            rows = [latency_document("none", await measuring.latency(peer, seconds))]
+            on_partial({**about, "rows": list(rows)})
+            for load in ("out", "in") if request.load else ():
+                on_progress(f"round trips to {peer}, load {load}")
+                span_ns = min(request.span_ns + LOADED_MORE_NS, msg.SPAN_NS_MAX)
+                times, _ = await measuring.times(peer, span_ns, request.warm_ns)
+                flow = FlowRequest(peer, load == "out", times, request.bytes_max)
+                rows.append(latency_document(load, await measuring.loaded_latency(flow, seconds)))
+                on_partial({**about, "rows": list(rows)})
         return {**about, "rows": rows}
 
     async def _bandwidth(

@@ -7,12 +7,13 @@ rounds: echoes are small control messages, probes go in the lane behind everythi
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from typing import Final, get_args
 
-from diloco_node.errors import ConfigError, PeerError, PeersUnreachable
+from diloco_node.errors import ConfigError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.measure.echoes import EchoProbe
 from diloco_node.measure.gate import MeasuringGate
 from diloco_node.measure.probes import FlowTimes, ProbeReceivers, warm_up_ns
@@ -163,6 +164,25 @@ class Measuring:
         with self.exclusive(f"latency to {peer}"):
             self._check_link(peer)
             return await self.echoes.measure(peer, span_s)
+
+    async def loaded_latency(self, request: FlowRequest, span_s: float) -> Latency:
+        """The same while a flow fills the link, until its bytes are used up. Raises as `latency` and `flow`."""
+        with self.exclusive(f"latency under load to {request.peer}"):
+            self._check_link(request.peer)
+            filling = asyncio.create_task(self.requester.flow(request), name=f"load {request.peer}")
+            try:
+                await asyncio.wait([filling], timeout=request.times.warm_up_ns / NS_PER_S)
+                if filling.done():
+                    filling.result()
+                    raise LinkLost(
+                        f"{request.bytes_max} bytes were used up before the link was full: allow more with --most"
+                    )
+                latency = await self.echoes.measure(request.peer, span_s, load=filling)
+                await filling  # had it failed on the way, these would not be times under load
+                return latency
+            finally:
+                filling.cancel()
+                await asyncio.gather(filling, return_exceptions=True)
 
     async def flow(self, request: FlowRequest) -> FlowMeasured:
         """Fill the measurement lane one way, and count at the far end.

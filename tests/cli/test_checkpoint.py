@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from diloco_node.config.sources import read_file
@@ -278,7 +279,7 @@ def test_a_store_that_refuses_is_named_with_what_helps(
     assert (code, "needs obstore: pip install 'diloco-node[store]'" in text) == (2, True)
 
 
-def test_export_takes_copies_and_gives_both_formats_to_a_folder(
+def test_export_takes_copies_and_gives_both_formats_also_to_a_bucket(
     run: Path, bucket: str, told: Commands, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine"}))
@@ -299,8 +300,35 @@ def test_export_takes_copies_and_gives_both_formats_to_a_folder(
     code, text = told("export", source, out, "--format", "dcp", "--config", tmp_path / "config.json", "--force")
     assert (code, "--config and --base are for --format hf" in text) == (2, True)
 
-    code, text = told("export", bucket, f"{bucket}-model", "--config", tmp_path / "config.json")
-    assert (code, "is no folder: export to this disk, and send that" in text) == (2, True)
+    out_url = f"{bucket}-model"
+    words = ("export", bucket, out_url, "--config", tmp_path / "config.json")
+    code, text = told(*words)
+    assert code == 0, text
+    objects = object_store.open_objects(out_url)
+    document = json.loads(objects.read("export.json", 1 << 20).tobytes())
+    assert document["files"].keys() | {"export.json"} == objects.sizes().keys()
+    (tmp_path / "model.safetensors").write_bytes(objects.read("model.safetensors", 1 << 30).tobytes())
+    assert is_equal(load_file(tmp_path / "model.safetensors"), expected)
+    code, text = told(*words)
+    assert (code, "is there and not empty: give another URL, or add --force" in text) == (2, True)
+    # A cut in the middle, beside objects of others: --force replaces what was sent, and nothing else.
+    objects.write("others/model.bin", [b"theirs"])
+    with pytest.MonkeyPatch.context() as patch:
+        write = object_store.BucketObjects.write
+
+        def cut(self: object_store.BucketObjects, key: str, chunks: Any) -> None:
+            if key == "model.safetensors":
+                raise StoreRefused("the network went away")
+            write(self, key, chunks)
+
+        patch.setattr(object_store.BucketObjects, "write", cut)
+        assert told(*words, "--force")[0] != 0
+    assert "export.json" not in objects.sizes()
+    assert told(*words)[0] == 2
+    assert told(*words, "--force")[0] == 0
+    assert objects.sizes().keys() == document["files"].keys() | {"export.json", "others/model.bin"}
+    code, text = told("export", run / "a", bucket, "--format", "dcp", "--force")
+    assert (code, "has no export.json: --force replaces earlier exports only" in text) == (2, True)
     assert told("checkpoint", "verify", bucket)[0] == 0
 
 

@@ -78,7 +78,7 @@ def test_a_report_is_about_the_run_a_region_or_a_folder(run: Path) -> None:
 
 
 def test_only_processes_that_are_a_region_have_the_option_region(capsys: pytest.CaptureFixture[str]) -> None:
-    looking = ["status", "why", "dashboard", "report", "ledger", "replay", "finish"]
+    looking = ["status", "why", "dashboard", "report", "ledger", "replay", "plan", "finish"]
     for words in (*([word] for word in looking), ["budget", "set"], ["budget", "show"], ["quarantine", "lift"]):
         assert main([*words, "--help"]) == 0
         output = capsys.readouterr().out

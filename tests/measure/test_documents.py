@@ -37,11 +37,11 @@ def test_a_flow_is_reported_in_bytes_and_processor_seconds_per_gigabyte() -> Non
 
 def test_round_trips_are_reported_in_seconds() -> None:
     measured = replace(summarise_rtts([40_000_000, 44_000_000, 42_000_000], lost_count=2), retransmitted=0.25)
-    document = latency_document(measured)
-    assert (document["answered"], document["unanswered"]) == (3, 2)
+    document = latency_document("out", measured)
+    assert (document["load"], document["answered"], document["unanswered"]) == ("out", 3, 2)
     assert [document[f"{name}_seconds"] for name in ("min", "p50", "p99", "max")] == [0.04, 0.042, 0.044, 0.044]
     assert (document["retransmitted_share"], document["tcp_rtt_min_seconds"]) == (0.25, None)
-    again = latency_document(replace(measured, retransmitted=None, tcp_rtt_min_ns=39_000_000))
+    again = latency_document("none", replace(measured, retransmitted=None, tcp_rtt_min_ns=39_000_000))
     assert (again["retransmitted_share"], again["tcp_rtt_min_seconds"]) == (None, 0.039)
 
 

@@ -49,6 +49,24 @@ async def test_round_trips_go_through_the_control_lane(regions: Regions) -> None
     assert a.measuring.describe() == ""
 
 
+async def test_round_trips_under_load_meet_the_load(regions: Regions) -> None:
+    a, b = await regions.start()
+    times = FlowTimes(100_000_000, 2 * NS_PER_S)
+    for is_sending, sender, peer in ((True, a, "b"), (False, b, "a")):
+        before = sender.lane(peer)
+        found = await a.measuring.loaded_latency(a_flow(is_sending=is_sending, times=times), 0.3)
+        assert found.answered > 0
+        assert sender.lane(peer) - before > 64 * 1024, "at least a transfer"
+
+
+async def test_a_load_that_is_over_before_the_link_is_full_is_none(regions: Regions) -> None:
+    a, _ = await regions.start()
+    short = a_flow(times=FlowTimes(30 * NS_PER_S, 60 * NS_PER_S), bytes_max=10**5)
+    with pytest.raises(LinkLost, match="100000 bytes were used up before the link was full: allow more with --most"):
+        await a.measuring.loaded_latency(short, 0.1)
+    assert a.measuring.describe() == ""
+
+
 async def test_echoes_are_rarer_within_a_small_budget(regions: Regions) -> None:
     budget = BudgetPlan(RateLimits(egress=72_000))
     a, _ = await regions.start(budget={"a": budget})
@@ -209,7 +227,7 @@ async def test_no_link_is_said_with_its_reason(regions: Regions) -> None:
     a, b = await regions.start()
     await b.stop()
     await a.until(lambda: not a.up)
-    for work in (a.measuring.latency("b", 0.1), a.measuring.flow(a_flow())):
+    for work in (a.measuring.latency("b", 0.1), a.measuring.flow(a_flow()), a.measuring.loaded_latency(a_flow(), 0.1)):
         with pytest.raises(PeersUnreachable, match="a has no link to b"):
             await work
     assert a.measuring.describe() == ""
@@ -404,8 +422,8 @@ async def test_latency_and_bandwidth_as_documents(regions: Regions) -> None:
     ours = own_congestion_controls()
     usual = ours.usual if ours is not None else None
     quick = {"peer": "b", "seconds": 0.3, "warm_up_seconds": 0.1}
-    latency = await command.run({"what": "latency", **quick}, lambda _: None)
-    assert len(latency["rows"]) == 1
+    latency = await command.run({"what": "latency", "load": True, **quick}, lambda _: None)
+    assert [row["load"] for row in latency["rows"]] == ["none", "out", "in"]
     assert (latency["from"], latency["to"], latency["through"]) == ("a", "b", "daemon")
     for reverse, ends in ((False, ("a", "b")), (True, ("b", "a"))):
         found = await command.run({"what": "bandwidth", "reverse": reverse, **quick}, lambda _: None)
@@ -446,7 +464,7 @@ async def test_one_command_at_a_time(regions: Regions) -> None:
         ({"warm_up_seconds": 31}, "warm_up_seconds is 31"),
         ({"bytes_max": 5}, "bytes_max is 5"),
         ({"bytes_max": msg.DAEMON_BYTES_MAX + 1}, "bytes_max is"),
-        ({"reverse": 1}, "reverse is 1: true or false"),
+        ({"load": 1}, "load is 1: true or false"),
         ({"speed": 1}, "'speed' is no part of a measurement"),
         ({"plain": True}, "'plain' is no part of a measurement"),
     ],

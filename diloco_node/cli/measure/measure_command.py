@@ -106,7 +106,8 @@ class _Way:
         if daemon is None:
             here = own_links.Here.find(self.config, self.region)
             return own_links.run(lambda: own_links.measure(here, request, on_partial))
-        return live_measurement.measure(daemon, request, own_links.tell, on_partial)
+        with own_links.progress(f"asking the daemon of {daemon.name}") as on_progress:
+            return live_measurement.measure(daemon, request, on_progress, on_partial)
 
     def _show(self, document: dict[str, Any]) -> None:
         if self.as_json:
@@ -124,6 +125,7 @@ def latency(
     region: RegionOption = None,
     config: ConfigOption = None,
     seconds: SecondsOption = SECONDS,
+    load: Annotated[bool, typer.Option("--load", help="Also while the link is full, out, then in.")] = False,
     warm_up: WarmUpOption = None,
     most: MostOption = None,
     alone: AloneOption = False,
@@ -134,7 +136,7 @@ def latency(
     Through the daemon of the region if it runs here, over the links that it has; else with a `measure serve` there.
     """
     way = _Way(config, region, alone, seconds, warm_up, most, as_json)
-    way.measure({"what": "latency", "peer": peer})
+    way.measure({"what": "latency", "peer": peer, "load": load})
 
 
 @app.command()
@@ -168,15 +170,24 @@ def mesh(
     warm_up: WarmUpOption = None,
     most: MostOption = None,
     alone: AloneOption = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the JSON there, for plan --mesh.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """All ordered pairs of run.toml's regions, one after the other; with --json, for plan --mesh.
+    """All ordered pairs of run.toml's regions, one after the other.
 
     Through the daemon of the region if it runs here: each region measures towards the others, over the links they have.
     Else `measure serve` must run in all other regions.
     """
+    from diloco_node.cli.measure import own_links
+
+    if out is not None:
+        own_links.check_writable(out)  # before minutes are spent
     way = _Way(config, region, alone, seconds, warm_up, most, as_json)
     document = way.measure({"what": "mesh"})
+    if out is not None:
+        own_links.write(out, json.dumps(document, indent=1) + "\n")
     failures = document["failures"]
     if failures:
         first, count = failures[0], len(failures) + len(document["pairs"])

@@ -35,13 +35,14 @@ def show(document: Mapping[str, Any]) -> None:
 
 
 def latency_table(document: Mapping[str, Any]) -> list[str]:
-    """The row of `measure latency`."""
-    columns = ("probes", "unanswered", "min", "p50", "p99", "max", "jitter", "retrans.", "TCP min")
+    """The rows of `measure latency`."""
+    columns = ("load", "probes", "unanswered", "min", "p50", "p99", "max", "jitter", "retrans.", "TCP min")
     rows = []
     for row in document["rows"]:
         least = row["tcp_rtt_min_seconds"]
         rows.append(
             (
+                row["load"],
                 str(row["answered"] + row["unanswered"]),
                 str(row["unanswered"]),
                 *(_ms(row[f"{name}_seconds"]) for name in ("min", "p50", "p99", "max", "jitter")),
@@ -101,7 +102,7 @@ def mesh_table(document: Mapping[str, Any]) -> list[str]:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return table_lines([(name, "left" if name in ("from", "to") else "right") for name in columns], rows)
+    return table_lines([(name, "left" if name in ("load", "from", "to") else "right") for name in columns], rows)
 
 
 def _ms(seconds: float) -> str:

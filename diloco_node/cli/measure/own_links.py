@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from diloco_node.errors import BindError, ConfigError, LinkLost, PeersUnreachable
+from diloco_node.errors import BindError, ConfigError, LinkLost, PeersUnreachable, StorageError
 from diloco_node.escaping import escaped_document
 
 if TYPE_CHECKING:
@@ -141,8 +141,8 @@ async def measure(here: Here, document: Mapping[str, Any], on_partial: OnPartial
         here.check_peer(request["peer"])
         peers = (request["peer"],)
     command = MeasureCommand(here.name, peers, Dialer(here.identity, addresses))
-    with _quiet():
-        result = await command.run(request, tell, lambda so_far: on_partial(with_hidden(so_far, hidden)))
+    with _quiet(), progress(str(request["what"])) as on_progress:
+        result = await command.run(request, on_progress, lambda so_far: on_partial(with_hidden(so_far, hidden)))
         return dict(escaped_document(with_hidden(result, hidden)))
 
 
@@ -191,7 +191,40 @@ def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         raise PeersUnreachable(str(error)) from error
 
 
-def tell(now: str) -> None:
-    """Tell what is going on, where somebody looks on."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"{now}\n")
+@contextmanager
+def progress(text: str) -> Iterator[Callable[[str], None]]:
+    """A line on the terminal that tells what is going on, and for how long; nothing where standard error is none."""
+    if not sys.stderr.isatty():
+        yield lambda _text: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), "{task.description}", TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(text, total=None)
+
+        def on_progress(now: str) -> None:
+            if bar.tasks[0].description != now:
+                bar.reset(task, description=now)
+
+        yield on_progress
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that can't be written, with ConfigError. A new file is removed again."""
+    try:
+        is_new = not path.exists()
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--out {path} can't be written ({error.strerror})") from error
+
+
+def write(path: Path, text: str) -> None:
+    """Write a result. Raises StorageError."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise StorageError(f"--out {path} can't be written ({error.strerror}): what was measured is above") from error

@@ -1,4 +1,4 @@
-"""Where `plan` gets its numbers: a size, run.toml, a measured mesh; each with its origin."""
+"""Where `plan` gets its numbers: a size, run.toml, a region's folder, a measured mesh; each with its origin."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from diloco_node.core.merge.fragments import VALUES_MAX, Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import RunSettings
-from diloco_node.errors import ConfigError
+from diloco_node.errors import ConfigError, StorageError
 from diloco_node.learner.builtin.shape import ModelSettings, parameter_shapes
 from diloco_node.planning.plan import FragmentSize, Network
+from diloco_node.state_names import NODE_NAME
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
     from diloco_node.core.types import RateLimits
+    from diloco_node.daemon.spec import NodeSpec
 
 _LARGE: Final = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 MESH_BYTES_MAX: Final = 16 * 2**20
@@ -36,7 +38,7 @@ class Source:
     """A model and the settings it is to be trained with.
 
     Attributes:
-        origin: "--parameters 5e9", "run.toml, the built-in model".
+        origin: "--parameters 5e9", "run.toml (built-in model)", "state/us-east".
         values: parameters, when only the size is known; the fragments are then equal.
         manifest: the cut of a known model, else None. settings: of the run, before flags.
         regions: names; empty when nobody named them.
@@ -106,9 +108,7 @@ def _least_limits(config: NodeConfig, regions: Iterable[str]) -> dict[str, RateL
 
 
 def source_of_config(config: NodeConfig, path: Path | None) -> Source:
-    """The model and the budget of run.toml; the model, step time and round trip as a region that ran here knows them.
-
-    Else the model is the built-in trainer's.
+    """The model and the budget of run.toml; the model as a region that ran here knows it, else the built-in trainer's.
 
     Raises StorageError: a region's manifest is damaged. ConfigError: the model can't be cut into that many fragments.
     """
@@ -120,9 +120,8 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
     for region in regions:
         manifest = load_manifest(config.state_dir(region))
         if manifest is not None:
-            folder = config.state_dir(region)
-            origin = f"{name} and the model in {folder}"
-            return Source(origin, manifest.size, manifest, settings, regions, *_live_times(folder), limits=limits)
+            origin = f"{name} and the model in {config.state_dir(region)}"
+            return Source(origin, manifest.size, manifest, settings, regions, limits=limits)
     model = config.model
     if model.hf is not None:
         raise ConfigError(
@@ -136,8 +135,46 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
     return Source(origin, manifest.size, manifest, settings, regions, limits=limits)
 
 
+def source_of_state(folder: Path) -> Source:
+    """Read a region's folder, and ask its daemon if that answers.
+
+    Raises StorageError: the region has not seen its model yet, or a file is damaged.
+    """
+    from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
+    from diloco_node.daemon.spec import NodeSpec
+
+    spec = NodeSpec.load(folder / NODE_NAME)
+    manifest = load_manifest(folder)
+    if manifest is None:
+        raise StorageError(
+            f"{folder} has no {MANIFEST_NAME}: the region's learner has not listed its model yet; "
+            "use --parameters until it has"
+        )
+    times = _live_times(folder)
+    return Source(
+        str(folder), manifest.size, manifest, spec.settings, _regions_of(spec), *times, limits=_limits_of(spec)
+    )
+
+
+def _regions_of(spec: NodeSpec) -> tuple[str, ...]:
+    return tuple(sorted({spec.region, *spec.peers}))
+
+
+def _limits_of(spec: NodeSpec) -> dict[str, RateLimits]:
+    """Ceilings by region, the least of the day: of all regions as run.toml has them now; where that is not at hand, of
+    this region as it was started.
+
+    Raises ConfigError: run.toml is wrong.
+    """
+    from diloco_node.config.resolve import load_config
+
+    if spec.config_file is None or not spec.config_file.exists():
+        return {spec.region: spec.budget.least()}
+    return _least_limits(load_config(spec.config_file), _regions_of(spec))
+
+
 def _live_times(folder: Path) -> tuple[int, int]:
-    """Step time and largest round trip as the daemon of this state folder tells them; 0 for what is not known."""
+    """Step time and largest round trip as the region's daemon tells them; 0 for what is not known."""
     from diloco_node.cli.admin_client import ask_in
 
     document = ask_in(folder)
@@ -204,9 +241,9 @@ def read_mesh(path: Path) -> Mesh:
             raise ValueError(f"it has more than {MESH_BYTES_MAX} bytes")
         document = json.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"--mesh {path} can't be read ({error.strerror}): see `measure mesh --json`") from error
+        raise ConfigError(f"--mesh {path} can't be read ({error.strerror}): `measure mesh --out` writes one") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--mesh {path} is no JSON ({error}): see `measure mesh --json`") from error
+        raise ConfigError(f"--mesh {path} is no JSON ({error}): `measure mesh --out` writes one") from error
     try:
         return _mesh(document)
     except (KeyError, TypeError, ValueError) as error:

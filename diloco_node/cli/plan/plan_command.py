@@ -12,6 +12,7 @@ import typer
 
 from diloco_node.cli.options import parse_option
 from diloco_node.errors import ConfigError
+from diloco_node.state_names import NODE_NAME
 
 if TYPE_CHECKING:
     from diloco_node.cli.plan.inputs import Mesh, Source
@@ -27,6 +28,12 @@ ASSUMED: Final = "assumed"
 
 def plan(
     *,
+    place: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="REGION|STATE-FOLDER", help="The model of this region, also while it runs. [default: run.toml's]"
+        ),
+    ] = None,
     parameters: Annotated[
         str | None, typer.Option("--parameters", "-n", metavar="N", help="Size of the model: 5e9, 5B, 350M.")
     ] = None,
@@ -62,14 +69,13 @@ def plan(
 ) -> None:
     """Bandwidth, memory and disk that a model needs; what would make it fit. Exit code 1 if it does not fit.
 
-    Model, step time and round trip of a run that goes on here are its own. With --parameters the size is that one, and
-    the rest is run.toml's, where there is one.
+    With --parameters the size is that one, and the rest is run.toml's, where there is one.
     """
     from diloco_node.cli.plan.inputs import read_mesh
     from diloco_node.cli.plan.plan_view import document, render
     from diloco_node.planning.plan import Network, Workload, make_plan
 
-    source = _source(parameters, config, is_counted=regions is not None)
+    source = _source(parameters, config, place, is_counted=regions is not None)
     limits = _limits(budget, egress, ingress)
     settings = _settings(source, assignments or ())
     links = None if mesh is None else read_mesh(mesh)
@@ -112,13 +118,18 @@ def _region_names(source: Source, links: Mesh | None, count: int | None) -> tupl
     return regions
 
 
-def _source(parameters: str | None, config: Path | None, *, is_counted: bool) -> Source:
+def _source(parameters: str | None, config: Path | None, place: str | None, *, is_counted: bool) -> Source:
     """Where the numbers come from. A run.toml that nobody named says nothing of regions that were counted."""
     from diloco_node.cli.options import load
+    from diloco_node.cli.places import region_folder
     from diloco_node.cli.plan import inputs
     from diloco_node.config.resolve import DEFAULT_NAME
     from diloco_node.core.types import RunSettings
 
+    if place is not None:
+        if parameters is not None:
+            raise ConfigError(f"--parameters and {place!r} both name a model: give one of them")
+        return inputs.source_of_state(region_folder(place, config, file=NODE_NAME))
     if config is not None or Path(DEFAULT_NAME).exists():
         run_config = load(config)
         if parameters is None:
@@ -127,7 +138,10 @@ def _source(parameters: str | None, config: Path | None, *, is_counted: bool) ->
         is_named = config is not None or not is_counted
         return source if is_named else replace(source, regions=(), limits={})
     if parameters is None:
-        raise ConfigError("which model? give its size (--parameters 5e9) or a run (--config run.toml)")
+        raise ConfigError(
+            "which model? give its size (--parameters 5e9), a run (--config run.toml) or a region's state folder "
+            "(plan state/us-east)"
+        )
     size = inputs.parse_parameters(parameters)
     return inputs.Source(f"--parameters {parameters}", size, None, RunSettings())
 

@@ -34,7 +34,7 @@ RUN_TOML = '[run]\nid = "try"\n' + "".join(
 )
 PAIR = LinkMeasured(1, 5_000_000, 6_000_000, 1000, 40, 0, 10**7, 10**7, 10**7, 10**8, 10**5)
 LATENCY = latency_document(
-    replace(summarise_rtts([5_000_000, 6_000_000], lost_count=1), retransmitted=0.01, tcp_rtt_min_ns=4_000_000)
+    "none", replace(summarise_rtts([5_000_000, 6_000_000], lost_count=1), retransmitted=0.01, tcp_rtt_min_ns=4_000_000)
 )
 FLOW = flow_document(
     FlowMeasured(
@@ -132,7 +132,7 @@ def test_the_state_folder_is_where_these_tests_put_it(folder: Path) -> None:
 
 def test_latency_goes_through_the_daemon_that_runs_here(eu: Region, capsys: pytest.CaptureFixture[str]) -> None:
     eu.says = lambda _: {"from": "eu", "to": "us", "address": None, "seconds": 2.0, "rows": [LATENCY]}
-    assert main(["measure", "latency", "us", "--seconds", "2", "--most", "64", "--json"]) == 0
+    assert main(["measure", "latency", "us", "--seconds", "2", "--load", "--most", "64", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["through"] == "daemon"
     assert document["rows"] == [LATENCY]
@@ -140,6 +140,7 @@ def test_latency_goes_through_the_daemon_that_runs_here(eu: Region, capsys: pyte
         {
             "what": "latency",
             "peer": "us",
+            "load": True,
             "seconds": 2.0,
             "warm_up_seconds": None,
             "bytes_max": 64 * 2**20,
@@ -191,7 +192,7 @@ def test_what_there_is_so_far_is_shown_when_it_is_cut_short(
         return follow(answer, on_progress, kept)
 
     monkeypatch.setattr(daemon, "follow", followed)
-    assert main(["measure", "latency", "us", "--json"]) == code
+    assert main(["measure", "latency", "us", "--load", "--json"]) == code
     document = json.loads(capsys.readouterr().out)
     assert document == {**eu.so_far, "ended_early": True}
 
@@ -200,10 +201,9 @@ def test_the_mesh_of_a_daemon_is_what_plan_reads(eu: Region, folder: Path, capsy
     names = ("asia", "eu", "us")
     pairs = [pair_document((a, b), PAIR) for a in names for b in names if a != b]
     eu.says = lambda _: {"regions": list(names), "pairs": pairs, "failures": [], "seconds": 5.0}
-    assert main(["measure", "mesh"]) == 0
-    assert "…" not in capsys.readouterr().out
-    assert main(["measure", "mesh", "--json"]) == 0
-    (folder / "mesh.json").write_text(capsys.readouterr().out)
+    assert main(["measure", "mesh", "--out", "mesh.json"]) == 0
+    text = capsys.readouterr().out
+    assert "…" not in text
     assert len(read_mesh(folder / "mesh.json").goodput) == 6
     eu.says = lambda _: {
         "regions": list(names),
@@ -313,16 +313,21 @@ def test_a_daemon_that_ends_in_the_middle_is_unreachable(eu: Region, capsys: pyt
     assert "went away in the middle of a measurement" in capsys.readouterr().err
 
 
-def test_a_terminal_sees_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_sees_what_goes_on_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", Terminal())
-    own_links.tell("pair 2 of 6")
-    assert sys.stderr.getvalue() == "pair 2 of 6\n"  # type: ignore[attr-defined]
+    with own_links.progress("asking") as on_progress:
+        for now in ("pair 1 of 6", "pair 1 of 6", "pair 2 of 6"):
+            on_progress(now)
+    assert "pair 2 of 6" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "0:00:00" in sys.stderr.getvalue()  # type: ignore[attr-defined]
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    own_links.tell("pair 1 of 6")
+    with own_links.progress("asking") as on_progress:
+        on_progress("pair 1 of 6")
     assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
 
 

@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from diloco_node.cli.plan.inputs import parse_parameters
+from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
+from diloco_node.core.types import Codec, RateLimits, RunSettings
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.main import app, main
 from tests.kit.commands import run_command
@@ -233,22 +235,84 @@ def test_a_region_that_ran_knows_its_model(tmp_path: Path) -> None:
     assert document["inputs"]["origins"]["model"] == "run.toml and the model in state/us-east"
 
 
-def test_a_run_that_goes_on_here_tells_step_time_and_round_trip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "run.toml").write_text(RUN_TOML)
+def test_a_regions_folder_says_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "state" / "us-east"
     folder.mkdir(parents=True)
-    save_manifest(folder, build_manifest([TensorSpec("w", (1000, 10))], 4))
-    assert plan_json()["inputs"]["origins"]["step_time"] == "assumed"
+    assert main(["plan", str(folder)]) == 2
+    write_node_file(folder)
+    assert main(["plan", str(folder)]) == 6  # no model yet
+    save_manifest(folder, build_manifest([TensorSpec("w", (1000, 10))], 5))
+    document = plan_json(str(folder))
+    assert document["inputs"]["parameters"] == 10_000
+    assert document["inputs"]["fragments"] == 5
+    assert document["inputs"]["sync_every"] == 20
+    assert document["inputs"]["regions"] == ["eu", "us-east"]
+    assert document["inputs"]["origins"]["step_time"] == "assumed"
+    # Its daemon, when it answers, also tells step time and round trip.
     (folder / "admin.port").write_text("7")
     live = {"learner": {"step_seconds": 0.25}, "peers": [{"rtt_seconds": 0.03}, {"rtt_seconds": None}]}
     monkeypatch.setattr("diloco_node.cli.admin_client.ask", lambda target: live if target.port == 7 else {})
-    inputs = plan_json()["inputs"]
+    inputs = plan_json(str(folder))["inputs"]
     assert (inputs["step_seconds"], inputs["rtt_seconds"]) == (0.25, 0.03)
     assert inputs["origins"]["step_time"] == "as it runs"
     monkeypatch.setattr("diloco_node.cli.admin_client.ask", lambda target: {"error": "no status"})
-    assert plan_json()["inputs"]["step_seconds"] == 1
+    assert plan_json(str(folder))["inputs"]["step_seconds"] == 1
+
+
+def test_a_regions_folder_says_its_budget_and_run_toml_what_holds_now(tmp_path: Path) -> None:
+    folder = tmp_path / "state" / "us-east"
+    folder.mkdir(parents=True)
+    save_manifest(folder, build_manifest([TensorSpec("w", (1000, 10))], 5))
+    run_toml = tmp_path / "run.toml"
+    write_node_file(folder, budget=BudgetPlan(RateLimits(egress=7_000_000)), config_file=run_toml)
+
+    def limits(*arguments: str) -> dict[tuple[str, str], int | None]:
+        flows = plan_json(str(folder), *arguments)["flows"]
+        return {
+            (flow["region"], flow["kind"]): flow["limit_bytes_per_second"] for flow in flows if flow["kind"] != "link"
+        }
+
+    started = {("us-east", "egress"): 7_000_000, ("us-east", "ingress"): None}
+    assert limits() == started | {("eu", "egress"): None, ("eu", "ingress"): None}, "run.toml is not at hand"
+    run_toml.write_text(RUN_TOML + BUDGET_TOML)
+    found = limits()
+    assert found == {
+        ("eu", "egress"): 20_000_000,
+        ("us-east", "egress"): 20_000_000,
+        ("eu", "ingress"): 5_000_000,
+        ("us-east", "ingress"): 5_000_000,
+    }, "us-west is no region of this run"
+    assert plan_json(str(folder))["inputs"]["origins"]["budget"] == str(folder)
+    assert set(limits("--budget", "1MB/s").values()) == {1_000_000}
+
+
+def write_node_file(folder: Path, **more: Any) -> None:
+    """As `start` writes it, for a region of two with five fragments and H = 20; `more` fields of the specification."""
+    import dataclasses
+
+    from diloco_node.daemon.spec import NodeSpec
+
+    values: dict[str, Any] = {
+        "region": "us-east",
+        "run_id": "try",
+        "regions": ("eu", "us-east"),
+        "listen_host": "127.0.0.1",
+        "listen_port": 7401,
+        "peers": {"eu": "127.0.0.1:7400"},
+        "state_dir": folder,
+        "identity_dir": folder,
+        "admin_port": 0,
+        "learner_socket": folder / "l.sock",
+        "supervisor_socket": folder / "s.sock",
+        "settings": RunSettings(fragments=5, sync_every=20, codec_up=Codec.INT8),
+        "settings_digest": "00",
+        **more,
+    }
+    for spec_field in dataclasses.fields(NodeSpec):  # what else it holds is of no matter here
+        defaults = {spec_field.default, spec_field.default_factory}
+        if spec_field.name not in values and defaults == {dataclasses.MISSING}:
+            values[spec_field.name] = False
+    NodeSpec(**values).save(folder / "node.json")
 
 
 @pytest.mark.parametrize(
@@ -356,7 +420,8 @@ def test_a_bad_mesh_says_what_is_wrong(
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        ([], "which model? give its size (--parameters 5e9) or a run"),
+        ([], "which model? give its size (--parameters 5e9), a run"),
+        (["-n", "5e9", "state/eu"], "--parameters and 'state/eu' both name a model"),
         (["-n", "five"], "write 5e9, 5B or 350M"),
         (["-n", "0"], "whole number from 1"),
         (["-n", "1.5"], "whole number from 1"),
