@@ -75,11 +75,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Octets:
-    """Bytes of exactly one of these lengths, or of any up to a limit.
-
-    Attributes:
-        most: the limit; 0: none but `lengths`.
-    """
+    """Bytes of exactly one of these lengths, or of any up to a limit (`most`); 0: none but `lengths`."""
 
     lengths: tuple[int, ...]
     most: int = 0

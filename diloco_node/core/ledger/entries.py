@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Final
 
 import msgpack
@@ -148,7 +147,11 @@ def _pack(plain: list[_Plain]) -> bytes:
     return data
 
 
-@cache
+_CODECS: Final[dict[type, Codec]] = {}
+
+
 def canonical_codec(kind: type) -> Codec:
-    """(write, read) for a dataclass as an array of its fields, which both refuse what is out of bounds."""
-    return ArrayCodecs(CORE_BOUNDS, {}).codec(kind)
+    """(write, read) for a dataclass as an array of its fields, which both refuse what is out of bounds. Made once."""
+    if kind not in _CODECS:
+        _CODECS[kind] = ArrayCodecs(CORE_BOUNDS, {}).codec(kind)
+    return _CODECS[kind]

@@ -59,7 +59,6 @@ def carry_plan(
     """Decide how a learner takes a new version.
 
     Args:
-        mode: as set for the run.
         is_included: one of the versions between its base and the new one includes a snapshot of it.
         versions_missed: how many of the versions up to the new one do not: those after its base, or after the one that
             includes its newest snapshot. 0 only if the new version itself includes it.

@@ -82,7 +82,7 @@ def test_a_history_goes_on_from_sums_as_if_no_entry_had_gone(cut: int) -> None:
                 learner, 1, fragment, base=0, version=3
             )
     assert restored.is_last_round(0, 3) == whole.is_last_round(0, 3)
-    assert restored.steps_before("b", 3) == whole.steps_before("b", 3) == 9 + 6
+    assert restored.account.steps_before("b", 3) == whole.account.steps_before("b", 3) == 9 + 6
 
 
 @pytest.mark.parametrize("cut", range(1, 5))
