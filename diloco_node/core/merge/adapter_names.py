@@ -33,7 +33,7 @@ def saved_name(name: str) -> str:
     match = _NAMED.search(name)
     if match is None:
         return name  # as a bias that trains beside the adapters
-    head, rest = name[: match.start(1) - 1], name[match.end() :]
+    head, tail = name[: match.start(1) - 1], name[match.end() :]
     if head.endswith(".modules_to_save"):
-        return head.removesuffix(".modules_to_save") + rest
-    return head if head.endswith(".lora_magnitude_vector") else head + rest
+        return head.removesuffix(".modules_to_save") + tail
+    return head if head.endswith(".lora_magnitude_vector") else head + tail

@@ -83,10 +83,10 @@ def wrong_reducers(
         return {}
     squares: dict[str, list[float]] = {}
     for place, window in enumerate(windows):
-        parts = [row[place] * factors[window.piece] for row, factors in zip(rows, coefficients, strict=True)]
-        square = (projection.sums[place] - sum(parts)) ** 2
-        # Float32 sums of parts that cancel each other lose bits that the encoding of the sum does not show.
-        error = projection.errors[place] + (PROJECTION_ERROR * sum(map(abs, parts))) ** 2 + FLUSHED
+        terms = [row[place] * factors[window.piece] for row, factors in zip(rows, coefficients, strict=True)]
+        square = (projection.sums[place] - sum(terms)) ** 2
+        # Float32 sums of terms that cancel each other lose bits that the encoding of the sum does not show.
+        error = projection.errors[place] + (PROJECTION_ERROR * sum(map(abs, terms))) ** 2 + FLUSHED
         squares.setdefault(window.reducer, []).append(square / error)
     means = {reducer: sum(values) / len(values) for reducer, values in squares.items()}
     return {

@@ -1,6 +1,6 @@
 """The daemon's end of its learner: who is attached, where it stands, its snapshots and the versions offered to it.
 
-What lies in the memory that both share, and who writes it when, is in `wire.learner_link`.
+Layout and writers of the memory that both share are in `wire.learner_link`.
 """
 
 from __future__ import annotations
