@@ -1,8 +1,8 @@
 """The bulk connections of one link as one way out: each takes the next frame as soon as its last write has returned.
 
 So a connection that is held up takes less, and nobody decides which one a chunk goes over. Where all of them are free
-they take turns. A message that can go at once takes no future and no task, and one timer watches the deadlines of all writes: all
-of this is done some thousand times per GB.
+they take turns. A message that can go at once takes no future and no task, and one timer watches the deadlines of all
+writes: all of this is done some thousand times per GB.
 """
 
 from __future__ import annotations
