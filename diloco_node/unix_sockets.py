@@ -21,8 +21,8 @@ SOCKET_PATH_BYTES_MAX: Final = 107
 
 BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _CREDENTIALS: Final = struct.Struct("3i")
-_START_TICKS: Final = 19
-"""Field 22 of /proc/PID/stat; the first two, pid and name, are cut off."""
+_PARENT, _START_TICKS = 1, 19
+"""Fields 4 and 22 of /proc/PID/stat; the first two, pid and name, are cut off."""
 
 
 def socket_path(state_dir: Path, name: str) -> Path:
@@ -82,8 +82,21 @@ def peer_process(connection: socket.socket) -> Process | None:
 def process_of(pid: int) -> Process | None:
     """The process that has this number now; None if there is none."""
     try:
-        after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        boot = BOOT_ID.read_text().strip()
+        return Process(pid, int(_stat(pid)[_START_TICKS]), BOOT_ID.read_text().strip())
     except OSError:
         return None
-    return Process(pid, int(after_name[_START_TICKS]), boot)
+
+
+def ancestors_of(pid: int) -> list[int]:
+    """Return the numbers of a process's parent, its parent, and so on, as far as they can be seen here."""
+    pids: list[int] = []
+    try:
+        while (pid := int(_stat(pid)[_PARENT])) > 1 and pid not in pids:
+            pids.append(pid)
+    except OSError:
+        pass
+    return pids
+
+
+def _stat(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

@@ -267,10 +267,10 @@ class Daemon:
 
     def rejection_reason(self, attach: Attach, process: Process | None) -> str:
         """Why this process may not be the learner; empty if it may, and then it is the one."""
-        node = self.node
-        known_incarnation = 0 if node is None else node.reception.known_incarnation
-        reason = "" if node is None else node.reception.rejection_reason(attach)
-        reason = reason or self._admission.rejection_reason(attach, process, known_incarnation=known_incarnation)
+        reception, is_attached = self.node and self.node.reception, self.learner_server.is_attached
+        known = 0 if reception is None else reception.known_incarnation
+        reason = "" if reception is None else reception.rejection_reason(attach)
+        reason = reason or self._admission.rejection_reason(attach, process, known, is_attached=is_attached)
         if reason:
             self.notes.add(Note("learner", f"refused process {attach.pid}: {reason}", is_alarm=True))
         else:

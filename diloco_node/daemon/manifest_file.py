@@ -76,16 +76,11 @@ def recover_manifest(state_dir: Path) -> tuple[Manifest | None, str]:
 
 
 def describe_difference(ours: Manifest, tensors: Sequence[TensorSpec]) -> str:
-    """The first tensor in which a learner's model differs from the run's, in words; "" if none does."""
-    by_name = {spec.name: spec for spec in ours.tensors}
-    for spec in sorted(tensors, key=lambda spec: spec.name):
-        own_spec = by_name.pop(spec.name, None)
-        if own_spec is None:
-            return f"tensor {spec.name} is not in the run's model"
-        if own_spec != spec:
-            return (
-                f"tensor {spec.name} is {spec.shape} ({spec.merge}), the run's is {own_spec.shape} ({own_spec.merge})"
-            )
-    if by_name:
-        return f"tensor {min(by_name)} of the run's model is missing"
-    return ""
+    """The first tensor on each side that the other has not, or has in another shape, in words; "" if none differs."""
+    run, here = ({spec.name: spec for spec in specs} for specs in (ours.tensors, tensors))
+    words = [f"tensor {min(names)} is not in the run's model" for names in [here.keys() - run.keys()] if names]
+    words += [f"tensor {min(names)} of the run's model is missing" for names in [run.keys() - here.keys()] if names]
+    for name in () if words else sorted(here):
+        if (new := here[name]) != (old := run[name]):
+            return f"tensor {name} is {new.shape} ({new.merge}), the run's is {old.shape} ({old.merge})"
+    return ", ".join(words)

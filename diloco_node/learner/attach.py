@@ -400,7 +400,7 @@ class Diloco:
                 foreign = self._watch.foreign_write()
                 end_on_final(boundaries, self._warn)
             self.checkpoint()
-            if boundaries is not None and self.should_stop and self._ranks.can_meet:
+            if boundaries and self._ranks.can_meet and (self.should_stop or boundaries.are_asked_to_stop()):
                 if session is not None:
                     self._report(session)  # rounds are opened for the steps that were reported
                     if foreign and session.has_unmerged_steps:
@@ -481,7 +481,7 @@ class Diloco:
         progress = self._checkpoints.resume(
             Path(welcome.state_dir), welcome.manifest_digest, self._ranks, tensors=self._tensors, shards=shards
         )
-        first = FirstParameters(self._tensors, self._fragments, shards, self._ranks, welcome.fragment_digests)
+        first = FirstParameters(self._tensors, self._fragments, shards, self._ranks, welcome)
         # The run may be further than this region's learner was when it died, or its daemon may not know yet how far.
         self.global_step = max(self.global_step, progress.global_step)
         if self._session is not None:

@@ -122,6 +122,10 @@ class StepBoundaries:
                     last = self.cross(0, is_step=False)
         return boundary if last is boundary else replace(last, tokens=boundary.tokens)
 
+    def are_asked_to_stop(self) -> bool:
+        """Whether some rank's process was asked to stop, maybe since its last step. All ranks call it."""
+        return any(self.ranks.all_bytes(b"1" if self.is_stopping() else b""))
+
     def progress(self, global_step: int) -> TrainingProgress:
         """Where a checkpoint that is written now belongs."""
         fragments = self.fragments

@@ -8,6 +8,7 @@ has only the digests of those parameters, so the tensors are named.
 from __future__ import annotations
 
 import json
+from math import inf, isfinite
 from typing import Final
 
 import numpy as np
@@ -15,11 +16,13 @@ import torch
 
 from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.types import FragmentPosition
+from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.ranks import Ranks
 from diloco_node.learner.tensor_forms import sample_of
+from diloco_node.wire.learner_link import Welcome
 
 SAME: Final = 2.0**-8
 """Distance, in lengths of the values, that may be between the same parameters in types of different precision."""
@@ -33,7 +36,10 @@ class FirstParameters:
 
     Args:
         tensors: the model's. fragments, shards: how it is cut. ranks: of this region.
-        digests: of the fragments that the run began with, at version 0; empty: there is nothing to compare.
+        welcome: of the daemon. It has digests of the fragments that the run began with, or none to compare with.
+
+    Raises:
+        LearnerError: the run is to begin with these parameters, and they are not finite.
     """
 
     def __init__(
@@ -42,26 +48,33 @@ class FirstParameters:
         fragments: LearnerFragments,
         shards: ShardMap,
         ranks: Ranks,
-        digests: tuple[bytes, ...] = (),
+        welcome: Welcome,
     ) -> None:
         self._tensors = tensors
         cut = fragments.manifest.fragments
         self._slabs = [slab for fragment in cut for slab in shards.owned(fragment, ranks.rank).slabs]
         self._ranks = ranks
-        self._square = self._square_now()
+        norms = self._norms()
+        names = [slab.piece.name for slab, norm in zip(self._slabs, norms, strict=True) if not isfinite(norm)]
+        if names and welcome.wants_initial_state:
+            raise LearnerError(
+                f"the run would begin with this model, and NaN, infinite or huge values are in {_listing(names)}: load "
+                "or draw them before attach(), for to_empty() and torch.empty() leave what was in the memory"
+            )
+        self._square = sum(norm**2 for norm in norms)
         self._samples = [sample_of(tensors.values(slab)) for slab in self._slabs]
         # Tensors of fragments that are not the run's; known on rank 0.
         self._other_names: list[str] = []
-        for fragment, digest in zip(cut, digests, strict=False):
+        for fragment, digest in zip(cut, welcome.fragment_digests, strict=False):
             whole = fragments.gather(fragment.index, fragments.vector(fragment.index))
             if whole is not None and fragment_digest(theta := whole.numpy(), np.zeros_like(theta)) != digest:
                 self._other_names += [piece.name for piece in fragment.pieces]
 
-    def _square_now(self) -> float:
-        """Square of the norm of what this rank owns."""
-        norms = [torch.linalg.vector_norm(self._tensors.values(slab), dtype=torch.float32) for slab in self._slabs]
-        # On the host: some devices have no float64.
-        return float(sum(norm.cpu().double().square() for norm in norms))
+    def _norms(self) -> list[float]:
+        """Of each slab that this rank owns."""
+        return [
+            float(torch.linalg.vector_norm(self._tensors.values(slab), dtype=torch.float32)) for slab in self._slabs
+        ]
 
     def difference(self, positions: list[FragmentPosition]) -> str:
         """Say how they differ from those that the run has begun with; empty if they don't, or nobody can know.
@@ -75,9 +88,10 @@ class FirstParameters:
             now = sample_of(self._tensors.values(slab))
             length = torch.maximum(now.square().sum(), before.square().sum())
             # Each by itself: a head that was loaded is a hundredth of a model with many norms of ones.
-            if float((now - before).square().sum()) > SAME**2 * float(length):
+            # NaN and infinite differ from everything.
+            if not float((now - before).square().sum()) <= SAME**2 * float(length) < inf:
                 names.append(slab.piece.name)
-        numbers = json.dumps([self._square, self._square_now(), names]).encode()
+        numbers = json.dumps([self._square, sum(norm**2 for norm in self._norms()), names]).encode()
         rows = [json.loads(text) for text in self._ranks.all_bytes(numbers)]
         if not (names := [name for row in rows for name in row[2]]):
             return ""

@@ -51,7 +51,7 @@ def model_state(
 def merged_saves(module: nn.Module, tensors: ModelTensors, ranks: Ranks, fragments: LearnerFragments) -> Iterator[None]:
     """Within it the module's `state_dict()` holds the merged parameters: trainers save the run's model in mid-run, too.
 
-    So does that of a model of Hugging Face inside of it, which scripts save by itself.
+    So does that of the module below wrappers, and of a model of Hugging Face inside, which scripts save by itself.
     Rank 0 has them. For a model in parts all ranks would have to call it together, so there it is as ever.
     """
     if not fragments.shards.is_first_whole:
@@ -81,7 +81,7 @@ def merged_saves(module: nn.Module, tensors: ModelTensors, ranks: Ranks, fragmen
     handles = [
         member.register_state_dict_post_hook(partial(replace, path))
         for path, member in members.items()
-        if not path or hasattr(member, "save_pretrained")
+        if not plain_name(path, replicas) or hasattr(member, "save_pretrained")
     ]
     try:
         yield

@@ -22,7 +22,7 @@ def announce_pause(
     """Announce a pause for the time of the block; in one inside another, the inner one counts.
 
     Args:
-        session: with the daemon; None: nobody to tell. activity: for people. limit_s: the longest that it may take.
+        session: with the daemon; None: nobody to tell. activity: for people; limit_s: the longest time without a step.
         before: called on the way in.
 
     Raises:
@@ -35,7 +35,8 @@ def announce_pause(
         yield
         return
     outer = session.place
-    session.pause(activity, since_s=time.monotonic(), limit_s=limit_s)
+    # Without a word there would be no pause.
+    session.pause(str(activity).strip("\0 ") or "a pause", since_s=time.monotonic(), limit_s=limit_s)
     try:
         yield
     finally:

@@ -9,14 +9,14 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Final
 
 from diloco_node.errors import LearnerError
+from diloco_node.unix_sockets import process_of
 
-LEARNER_VARIABLE: Final = "DILOCO_LEARNER_PID"
-"""Set by a learner for its children: the process that they are not to replace."""
+LEARNER_VARIABLE: Final = "DILOCO_LEARNER_PROCESS"
+"""Set by a learner for its children: number and start of the process that they are not to replace."""
 
 STOP_VARIABLE: Final = "DILOCO_STOP_S"
 """Set by the supervisor: seconds from SIGTERM to SIGKILL."""
@@ -66,10 +66,11 @@ class TerminateFlag:
             signal.raise_signal(number)
 
     def restore(self) -> None:
-        """Give it back."""
-        if self._before is not None:
+        """Give it back, unless the script has taken it meanwhile. Only the main thread can."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and self._before is not None and signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, self._before)
-            self._before = None
+        self._before = None
 
 
 class LearnerPlace:
@@ -89,21 +90,25 @@ class LearnerPlace:
     def take(self) -> None:
         """Be this process's learner. Raises LearnerError: it has one, or is a child of one."""
         pid = os.getpid()
+        number, _, start = os.environ.get(LEARNER_VARIABLE, "").partition(" ")
+        # A child that a shell has started in the background has lost its parent: only the variable tells.
+        is_child = number.isdecimal() and int(number) != pid and _start_of(int(number)) == start != ""
+        is_spawning = getattr(multiprocessing.current_process(), "_inheriting", False)
+        own_start = _start_of(pid)
+        # Nothing is waited for from here to the mark: two threads may come at once.
         if LearnerPlace.pid == pid:
             raise LearnerError(
                 "attach() was called a second time in this process, where the first learner is still at work: close() "
                 "it first. Several models of one loop are attached together, attach([model, criterion], ...)"
             )
-        learner = os.environ.get(LEARNER_VARIABLE, "")
-        is_spawning = getattr(multiprocessing.current_process(), "_inheriting", False)
-        if is_spawning or (learner.isdecimal() and int(learner) in _ancestors()):
+        if is_spawning or is_child:
             raise LearnerError(
                 "attach() was called in a child of the learner: a worker that multiprocessing has spawned runs the "
                 "script again. Put what only the learner does under `if __name__ == '__main__':`, and start other "
                 "programs without DILOCO_SOCKET in their environment"
             )
         LearnerPlace.pid = self._pid = pid
-        os.environ[LEARNER_VARIABLE] = str(pid)
+        os.environ[LEARNER_VARIABLE] = f"{pid} {own_start}"
 
     @property
     def is_forked(self) -> bool:
@@ -117,18 +122,10 @@ class LearnerPlace:
             os.environ.pop(LEARNER_VARIABLE, None)
 
 
-def _ancestors() -> list[int]:
-    """Process ids of the parent, its parent, and so on, as far as /proc tells."""
-    pids: list[int] = []
-    pid = os.getppid()
-    while pid > 1 and pid not in pids:
-        pids.append(pid)
-        try:
-            text = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            break
-        pid = int(text.rpartition(")")[2].split()[1])
-    return pids
+def _start_of(pid: int) -> str:
+    """When the process that has this number now was started; empty if there is none."""
+    process = process_of(pid)
+    return "" if process is None else f"{process.start_ticks} {process.boot}"
 
 
 def die_with_supervisor() -> None:

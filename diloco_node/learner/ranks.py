@@ -102,17 +102,19 @@ class Ranks:
     """This process's place among the ranks of its region; a region of one rank needs no torch.distributed.
 
     Raises:
-        LearnerError: started by a launcher with several ranks, but torch.distributed is not initialised.
+        LearnerError: started by a launcher with more ranks than torch.distributed was initialised with.
     """
 
     def __init__(self) -> None:
         is_ready = dist.is_available() and dist.is_initialized()
-        if not is_ready and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise LearnerError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialised: "
-                "call torch.distributed.init_process_group() before diloco_node.attach()"
-            )
         self.size = dist.get_world_size() if is_ready else 1
+        # A text that is no number is no launcher's.
+        if (launched := os.environ.get("WORLD_SIZE", "")).isdecimal() and int(launched) > self.size:
+            fault = f"has {self.size} ranks: each group would be a learner" if is_ready else "is not initialised"
+            raise LearnerError(
+                f"WORLD_SIZE is {launched}, but torch.distributed {fault}: call "
+                "torch.distributed.init_process_group() with all ranks before diloco_node.attach()"
+            )
         self.rank = dist.get_rank() if is_ready else 0
         # A collective call: all ranks attach. The second one is for the thread that carries parameters.
         self._group = dist.new_group(backend="gloo") if self.size > 1 else None

@@ -7,7 +7,8 @@ late, and for the time that was set. Counters are written at each step, without 
 thread holds Python's lock or a device is stuck. Before the first step of a life nobody can tell a hang from waiting for
 the other regions.
 
-A pause that the loop announces (`Diloco.busy`) is no hang before its own limit, and does not count as a usual one.
+A pause that the loop announces (`Diloco.busy`) is no hang before its own limit, and does not count as a usual one. The
+limit begins anew with each step, for a loop may train within it, or never say that it is over.
 """
 
 from __future__ import annotations
@@ -130,12 +131,16 @@ class LearnerWatch:
         if pause is None and self._pause is not None and self._stepped_s is not None:
             self._stepped_s = now_s  # its end is as good as a step
         self._pause = pause
+        # Zeros are an area that the daemon has made anew, not a step.
+        has_stepped = mark != self._mark and mark is not None and any(mark)
         if pause is not None:
-            if self._hang_s <= 0 or now_s - pause.since_s <= pause.limit_s * 2**self._doublings:
+            if has_stepped:
+                self._mark, self._stepped_s = mark, now_s
+            since_s = max(pause.since_s, self._stepped_s or 0.0)
+            if self._hang_s <= 0 or now_s - since_s <= pause.limit_s * 2**self._doublings:
                 return Action.NOTHING
             return self._hang(f"{pause.activity} takes more than its limit of {pause.limit_s:.0f} s", now_s)
-        # Zeros are an area that the daemon has made anew, not a step.
-        if mark != self._mark and mark is not None and any(mark):
+        if has_stepped:
             if self._stepped_s is not None and asleep_s <= ASLEEP_S:
                 self._pauses.append(now_s - self._stepped_s)
             self._mark, self._stepped_s = mark, now_s

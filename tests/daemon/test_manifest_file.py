@@ -105,6 +105,10 @@ def test_the_same_tensors_in_any_order_are_the_same_model() -> None:
     [
         (SPECS[1:], f"tensor {SPECS[0].name} of the run's model is missing"),
         ([*SPECS, TensorSpec("z.new", (3,))], "tensor z.new is not in the run's model"),
+        (
+            [*SPECS[1:], TensorSpec("z.new", (3,))],
+            f"tensor z.new is not in the run's model, tensor {SPECS[0].name} of the run's model is missing",
+        ),
         ([TensorSpec(SPECS[0].name, (1, 2)), *SPECS[1:]], f"tensor {SPECS[0].name} is (1, 2)"),
         ([TensorSpec(SPECS[0].name, SPECS[0].shape, MergeRule.AVG), *SPECS[1:]], f"tensor {SPECS[0].name} is"),
     ],

@@ -1,5 +1,6 @@
 """Callbacks in the trainers that they are for, under a fake daemon. tests/e2e/test_frameworks.py has several ranks."""
 
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from diloco_node.errors import LearnerError
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
-from diloco_node.wire.learner_link import Done, Failed
+from diloco_node.wire.learner_link import Done, Failed, Leaving
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.lightning_kit import quiet_trainer
 
@@ -383,6 +384,33 @@ def test_an_exception_in_lightning_is_said(folder: Path) -> None:
         with pytest.raises(ValueError, match="spoiled"):
             trainer.fit(module, torch.utils.data.DataLoader(Rows(BAD_ROW), batch_size=BATCH))
         assert daemon.wait_for(Failed).reason == f"ValueError: row {BAD_ROW} is spoiled"
+
+
+@pytest.mark.parametrize("place", ["training", "evaluation"])
+def test_sigterm_in_lightning_is_an_interruption_and_no_end(folder: Path, place: str) -> None:
+    """Lightning takes the signal before the callback attaches, and ends `fit` as if all were trained."""
+    trainer, callback, module = lightning_trainer(folder, max_steps=ROWS, val_check_interval=2, num_sanity_val_steps=0)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def ask(_batch: Any, index: int) -> None:
+        if index == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    if place == "training":
+        module.on_train_batch_start = ask
+        module.validation_step = lambda *_: None
+    else:
+        module.validation_step = ask
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=BATCH)
+    with FakeDaemon(folder) as daemon:
+        with pytest.raises(SystemExit):
+            trainer.fit(module, loader, loader)
+        daemon.wait_detached()
+        told = [message for message in daemon.said if isinstance(message, Done | Failed)]
+        assert told == [], "the next process goes on"
+        assert any(isinstance(message, Leaving) for message in daemon.said), "its last steps were offered"
+    assert callback.diloco.steps == 2
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_lightnings_evaluations_are_pauses_and_it_goes_on_after_a_save(folder: Path) -> None:

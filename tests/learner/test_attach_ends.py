@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,10 @@ import diloco_node
 from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
 from diloco_node.learner import attach as attach_module
-from diloco_node.learner.process_signals import LearnerPlace
+from diloco_node.learner.process_signals import LEARNER_VARIABLE, LearnerPlace
 from diloco_node.shared_memory import COUNTERS_AREA, MemoryStore, request_area
 from diloco_node.storage.trained import AREA_BYTES, read_trained
+from diloco_node.unix_sockets import process_of
 from diloco_node.wire.learner_link import (
     Attach,
     Done,
@@ -390,6 +393,10 @@ def test_what_a_loop_does_while_it_evaluates_in_inference_mode_is_usable_outside
     assert not any(parameter.is_inference() for parameter in toy.model.parameters())
 
 
+def in_fabric(model: nn.Module) -> Any:
+    return pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1).setup(model)
+
+
 class Pretrained(nn.Linear):
     """As a model of Hugging Face is known."""
 
@@ -411,6 +418,25 @@ def test_a_model_inside_a_trainers_module_saves_the_merged_weights_by_itself_too
         assert torch.equal(inner.save_pretrained()["weight"], merged["model.weight"])
         assert all(torch.equal(value, merged[name]) for name, value in module.state_dict().items())
     assert torch.equal(inner.save_pretrained()["weight"], inner.weight)
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager"), in_fabric])
+def test_a_wrapped_model_saves_the_merged_weights_from_each_level(folder: Path, wrap: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    wrapped = wrap(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(wrapped, torch.optim.SGD(model.parameters())) as diloco:
+        diloco.save_merged(wrapped)
+        with torch.no_grad():
+            model[0].weight.zero_()
+        for fragment, theta in enumerate(daemon.theta):
+            daemon.commit(fragment, theta + 1, -1)
+        diloco.settle(0.2)
+        merged = diloco.global_state_dict()
+        assert set(merged) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+        for module in (wrapped, model):
+            for name, value in module.state_dict().items():
+                assert torch.equal(value, merged[name.removeprefix("module.").removeprefix("_orig_mod.")])
+    assert torch.equal(model.state_dict()["0.weight"], model[0].weight)
 
 
 def test_a_copy_of_a_model_whose_saves_are_merged_saves_itself(folder: Path) -> None:
@@ -527,7 +553,7 @@ def test_a_learner_of_a_second_run_on_this_machine_leaves_the_first_alone(folder
     beside = folder / "beside"
     beside.mkdir()
     # As from another shell.
-    environment = {name: value for name, value in os.environ.items() if name != "DILOCO_LEARNER_PID"}
+    environment = {name: value for name, value in os.environ.items() if name != LEARNER_VARIABLE}
     environment |= {"DILOCO_SOCKET": str(beside / "learner.sock"), "DILOCO_SUPERVISOR": str(beside / "memory.sock")}
     toy = Toy()
     with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
@@ -555,9 +581,86 @@ def test_a_second_attach_in_a_process_is_refused_until_the_first_has_left(folder
 
 
 def test_a_process_below_a_learner_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DILOCO_LEARNER_PID", str(os.getppid()))
+    parent = process_of(os.getppid())
+    assert parent is not None
+    start = f"{parent.start_ticks} {parent.boot}"
+    monkeypatch.setenv(LEARNER_VARIABLE, f"{parent.pid} {start}")
     with FakeDaemon(folder), pytest.raises(LearnerError, match="in a child of the learner"):
         diloco_node.attach(Toy().model)
-    monkeypatch.setenv("DILOCO_LEARNER_PID", "4194305")  # no ancestor: a number from an older start
-    with FakeDaemon(folder), diloco_node.attach(Toy().model):
+    # Of a learner that is gone, and whose number another process has; and what is nobody's.
+    for old in (f"{parent.pid} 0{start}", "4194305", f"4194305 {start}", f"{parent.pid}", "?", ""):
+        monkeypatch.setenv(LEARNER_VARIABLE, old)
+        with FakeDaemon(folder), diloco_node.attach(Toy().model):
+            pass
+
+
+ALONE = """
+import os, subprocess, sys, time, torch
+import diloco_node
+if len(sys.argv) > 1:  # what the shell has left behind
+    while os.getppid() == int(sys.argv[1]):
+        time.sleep(0.01)
+model = torch.nn.Linear(2, 2)
+try:
+    diloco_node.attach(model).close()
+    print("attached", flush=True)
+except diloco_node.LearnerError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.mark.e2e
+def test_a_program_that_a_shell_has_left_in_the_background_is_refused(folder: Path) -> None:
+    script, out = folder / "evaluate.py", folder / "out"
+    script.write_text(ALONE)
+    toy = Toy()
+    with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        toy.step(diloco)
+        subprocess.run([f"{sys.executable} {script} $$ > {out} &"], shell=True, check=True)
+        until(lambda: out.exists() and out.read_text())
+        assert "in a child of the learner" in out.read_text()
+        toy.step(diloco)
+        assert (daemon.incarnation, daemon.detached) == (1, [])
+
+
+def test_of_two_threads_that_attach_at_once_one_is_the_learner(folder: Path) -> None:
+    toys, barrier = [Toy(seed) for seed in range(4)], threading.Barrier(4)
+
+    def work(toy: Toy) -> diloco_node.Diloco | LearnerError:
+        barrier.wait(PATIENCE_S)
+        try:
+            return diloco_node.attach(toy.model, toy.optimizer)
+        except LearnerError as error:
+            return error
+
+    with FakeDaemon(folder) as daemon, ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(work, toys))
+        (diloco,) = [result for result in results if isinstance(result, diloco_node.Diloco)]
+        assert all("a second time" in str(result) for result in results if result is not diloco)
+        toys[results.index(diloco)].step(diloco)
+        diloco.close()
+        assert daemon.incarnation == 1
+
+
+def test_a_learner_of_the_main_thread_may_be_closed_in_another(folder: Path) -> None:
+    toy, before = Toy(), signal.getsignal(signal.SIGTERM)
+    with FakeDaemon(folder) as daemon:
+        diloco = diloco_node.attach(toy.model, toy.optimizer)
+        in_background(lambda: (toy.step(diloco), diloco.close())).result(PATIENCE_S)
+        assert daemon.wait_for(Done).step == 1
+        signal.signal(signal.SIGTERM, before)  # a thread can't
+
+
+def test_a_handler_that_the_script_sets_after_attach_stays(folder: Path) -> None:
+    toy, before = Toy(), signal.getsignal(signal.SIGTERM)
+
+    def theirs(*_: object) -> None:
         pass
+
+    try:
+        with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            signal.signal(signal.SIGTERM, theirs)
+            toy.step(diloco)
+        assert signal.getsignal(signal.SIGTERM) is theirs
+    finally:
+        signal.signal(signal.SIGTERM, before)

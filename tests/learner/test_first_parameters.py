@@ -10,7 +10,8 @@ from torch import nn
 
 import diloco_node
 from diloco_node.codec.digest import fragment_digest
-from diloco_node.wire.learner_link import Warned
+from diloco_node.errors import LearnerError
+from diloco_node.wire.learner_link import Failed, Warned
 from tests.kit.fake_daemon import FakeDaemon
 
 
@@ -113,6 +114,30 @@ def test_rounding_of_a_small_tensor_is_no_news(folder: Path, change: Callable[[D
 def test_the_same_parameters_are_no_news(folder: Path, dtype: torch.dtype) -> None:
     theta = first_of(folder, net())
     assert warnings_of(folder, net().to(dtype), theta) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_parameters_that_were_never_drawn_are_told(folder: Path, value: float) -> None:
+    """As `to_empty` leaves them."""
+    own = net()
+    with torch.no_grad():
+        own.get_parameter("1.weight")[0, 3] = value
+    (text,) = warnings_of(folder, own, first_of(folder, net()))
+    assert f"in '1.weight': the norm of all is {norm(net()):.4g}, here it was {value:.4g}" in text
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 3e38])
+def test_no_run_begins_with_parameters_that_were_never_drawn(folder: Path, value: float) -> None:
+    own = net()
+    with torch.no_grad():
+        own.get_parameter("0.weight")[4, 5] = own.get_parameter("1.bias")[1] = value
+    with FakeDaemon(folder) as daemon:
+        with pytest.raises(LearnerError, match=r"NaN, infinite or huge values are in '0\.weight', '1\.bias': load"):
+            diloco_node.attach(own)
+        assert daemon.wait_for(Failed).reason.startswith("LearnerError: the run would begin with this model")
+        assert daemon.theta == []
+        with diloco_node.attach(net()):
+            assert daemon.theta
 
 
 def digests_of(theta: list[np.ndarray]) -> tuple[bytes, ...]:

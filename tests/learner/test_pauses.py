@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +72,15 @@ def test_a_name_of_any_length_fits(folder: Path) -> None:
     toy = Toy()
     with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco, diloco.busy("ä" * 1000):
         assert place(folder).activity.startswith("ä" * 20)
+
+
+@pytest.mark.parametrize("activity", ["", "\0", "  ", None, 7, Path("eval"), "caf\udce9"])
+def test_a_pause_without_a_word_for_it_is_a_pause(folder: Path, activity: Any) -> None:
+    toy = Toy()
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        with diloco.busy(activity):
+            assert place(folder).activity
+        assert place(folder).activity == ""
 
 
 @pytest.mark.parametrize("limit_s", [0.0, -1.0, float("nan"), float("inf")])
@@ -146,6 +157,26 @@ def test_the_last_steps_are_merged_before_the_learner_goes(folder: Path, monkeyp
         assert not [message for message in daemon.said if isinstance(message, Done)], "the next process goes on"
         mark = place(folder)
         assert (mark.step, mark.included_step, mark.checkpoint_step) == (4, 4, 4)
+
+
+def test_who_is_asked_in_an_evaluation_after_the_last_step_leaves_in_order(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step follows that would tell it."""
+    monkeypatch.setenv("DILOCO_STOP_S", "100")
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        leader = threading.Thread(target=merges, args=(daemon,))
+        leader.start()
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            for _ in range(3):
+                toy.step(diloco)
+            with diloco.busy("evaluation"):
+                signal.raise_signal(signal.SIGTERM)
+        leader.join()
+        applied = {message.fragment: message.position for message in daemon.said if isinstance(message, OfferApplied)}
+        assert [applied[fragment].included_step for fragment in range(2)] == [3, 3]
+        assert not [message for message in daemon.said if isinstance(message, Done)], "the next process goes on"
 
 
 def test_weights_that_are_loaded_after_the_last_step_are_not_merged(

@@ -119,6 +119,24 @@ def test_launcher_without_process_group_is_a_clear_error(monkeypatch: pytest.Mon
         Ranks()
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_group_of_fewer_ranks_than_were_started_is_refused(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Each group would be a learner, and take the other's place."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: size)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "new_group", lambda backend: None)
+    for launched in ("4", "8"):
+        monkeypatch.setenv("WORLD_SIZE", launched)
+        with pytest.raises(
+            LearnerError, match=rf"WORLD_SIZE is {launched}, but torch.distributed has {size} ranks: each"
+        ):
+            Ranks()
+    for launched in ("1", "", "?", "-1"):  # of the hosts, as some clusters count; or of nobody
+        monkeypatch.setenv("WORLD_SIZE", launched)
+        assert Ranks().size == size
+
+
 def test_orders_are_on_the_way_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     sent: list[torch.Tensor] = []

@@ -242,6 +242,24 @@ def test_after_a_pause_the_time_without_steps_begins_anew_and_it_counts_as_no_us
     assert "belong into `with diloco.busy" in watch.reason
 
 
+def test_a_pause_that_nobody_ends_is_no_hang_while_the_loop_makes_steps() -> None:
+    watch = running()
+    watch.look(b"1", now_s=1.0)
+    for at_s in range(2, 4000):
+        assert watch.look(b"%d" % (at_s // 100), now_s=at_s, place=busy(2.0)) is Action.NOTHING
+    hung = [at_s for at_s in range(4000, 4600) if watch.look(b"39", now_s=at_s, place=busy(2.0)) is Action.ABORT]
+    assert hung == [3900 + 501], "from its last step on the limit counts"
+    assert watch.reason == "hung: evaluation takes more than its limit of 500 s"
+
+
+def test_steps_in_a_pause_are_no_usual_pauses() -> None:
+    watch = running()
+    watch.look(b"1", now_s=1.0)
+    watch.look(b"2", now_s=400.0, place=busy(2.0))
+    watch.look(b"3", now_s=405.0, place=PlaceMark(7, step=3))
+    assert watch.limit_s == HANG_S
+
+
 def test_a_pause_of_the_life_before_excuses_nothing() -> None:
     watch = LearnerWatch(HANG_S)
     watch.started(b"0", now_s=0.0, place=busy(-50.0))

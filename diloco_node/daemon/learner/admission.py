@@ -16,7 +16,7 @@ import structlog
 from diloco_node.errors import StorageError
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.trained import newest_incarnation
-from diloco_node.unix_sockets import Process, process_of
+from diloco_node.unix_sockets import Process, ancestors_of, process_of
 from diloco_node.wire.learner_link import NEW_PROCESS, Attach
 
 HOLDER_NAME: Final = "learner.process"
@@ -36,10 +36,13 @@ class Admission:
         self._disk = disk
         self._holder: Process | None = None
 
-    def rejection_reason(self, attach: Attach, process: Process | None, *, known_incarnation: int = 0) -> str:
+    def rejection_reason(
+        self, attach: Attach, process: Process | None, known_incarnation: int = 0, *, is_attached: bool = False
+    ) -> str:
         """Why this process may not take the learner's place; empty if it may.
 
         process: what the kernel says of it; None if that can't be had. known_incarnation: the newest in the ledger.
+        is_attached: the last one let in is still there.
         """
         newest = known_incarnation
         with contextlib.suppress(StorageError):  # then no number is allotted either
@@ -54,6 +57,11 @@ class Admission:
         is_older = process is not None and process.is_older_than(holder)
         if is_older and process_of(holder.pid) == holder:
             return f"process {holder.pid} was started later and is this region's learner"
+        if is_attached and process is not None and holder.pid in ancestors_of(process.pid):
+            return (
+                f"it is a child of process {holder.pid}, this region's learner, which is at work: start other programs "
+                "without DILOCO_SOCKET in their environment"
+            )
         return ""
 
     def _last_holder(self) -> Process | None:

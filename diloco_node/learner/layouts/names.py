@@ -12,13 +12,15 @@ from diloco_node.errors import LearnerError
 
 V = TypeVar("V")
 
-REPLICAS: Final = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-"""Wrappers that hold the module inside as `module`, which others may call theirs, too."""
+REPLICAS: Final = frozenset({"DistributedDataParallel", "DataParallel", "QuantWrapper"})
+"""Classes, by name, that hold the module inside as `module`, which others may call theirs, too."""
 
-WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Names by which torch.compile, activation checkpointing or offload, and FSDP hold the module inside. One region may
-compile each block and another none: the names that they agree on have none of these, as torch's own distributed
-checkpoints."""
+WRAPPERS: Final = frozenset(
+    {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "_original_module"}
+)
+"""Names by which torch.compile, activation checkpointing or offload, FSDP, and twice Lightning's Fabric hold the module
+inside. One region may compile each block and another none: the names that they agree on have none of these, as torch's
+own distributed checkpoints."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -29,16 +31,20 @@ def unwrap(model: nn.Module) -> nn.Module:
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise LearnerError("a TorchScript module can't be followed: attach the model that it was made from, unscripted")
     while True:
-        inner = model.module if isinstance(model, REPLICAS) else model._modules.get("_orig_mod")
-        if not isinstance(inner, nn.Module):
+        inner = model._modules.get("module" if _is_replica(model) else "_orig_mod")
+        if inner is None:
             return model
         model = inner
+
+
+def _is_replica(module: nn.Module) -> bool:
+    return not REPLICAS.isdisjoint(kind.__name__ for kind in type(module).__mro__)
 
 
 def replicas_in(model: nn.Module) -> tuple[str, ...]:
     """The beginnings of the names that are inside REPLICAS in the model, such as "encoder.module.", innermost first."""
     modules = model.named_modules(remove_duplicate=False)
-    return tuple(f"{name}.module." for name, module in modules if isinstance(module, REPLICAS))[::-1]
+    return tuple(f"{name}.module.".lstrip(".") for name, module in modules if _is_replica(module))[::-1]
 
 
 def plain_name(name: str, replicas: Sequence[str] = ()) -> str:
@@ -62,11 +68,23 @@ def by_plain_name(values: Mapping[str, V], model: nn.Module) -> dict[str, V]:
 
 
 def names_of(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Each parameter with all its names; several for a tied one."""
+    """Each parameter with all its names; several for a tied one, and for one of a module that stands at several places.
+
+    Raises LearnerError: two parameters have one name.
+    """
     names: dict[Tensor, list[str]] = {}
+    owners: dict[str, Tensor] = {}
     replicas = replicas_in(model)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(plain_name(name, replicas))
+    for raw_name, parameter in model.named_parameters(remove_duplicate=False):
+        name = plain_name(raw_name, replicas)
+        if name not in owners:
+            owners[name] = parameter
+            names.setdefault(parameter, []).append(name)
+        elif owners[name] is not parameter:
+            raise LearnerError(
+                f"two parameters are called {name!r} without the names of wrappers, one of them {raw_name!r}: give the "
+                "layer beside the wrapper, or inside of it, another name"
+            )
     return names
 
 

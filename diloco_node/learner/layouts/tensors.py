@@ -12,6 +12,7 @@ A DTensor (FSDP2, tensor parallelism) is the part of it that lies on this rank: 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -138,6 +139,8 @@ class ModelTensors:
         self.marks: dict[str, str] = {}
         specs = []
         embeddings = _embedding_parameters(self.model)
+        # A module at two places is not tied: one may be its compiled form, which another region does without.
+        uses = Counter(parameter for module in self.model.modules() for parameter in module._parameters.values())
         trainable, self.unknown = _buffers(self.model, buffers)
         holdings, self.strangers = self._holdings(optimizer_tensors, masters)
         self.idle: dict[str, Tensor] = {}
@@ -160,7 +163,7 @@ class ModelTensors:
                 self.marks[names[0]] = _mark(local_part(parameter))
             rule = next((merge[name] for name in names if name in merge), None)
             if rule is None:
-                is_averaged = is_at_an_end or names[0] in trainable or len(names) > 1
+                is_averaged = is_at_an_end or names[0] in trainable or uses[parameter] > 1
                 rule = MergeRule.AVG if is_averaged else MergeRule.RDA
             specs.append(TensorSpec(names[0], tuple(parameter.shape), rule))
         self.specs = tuple(specs)
@@ -426,15 +429,12 @@ def _mark(values: Tensor) -> str:
 
 
 def _embedding_parameters(model: nn.Module) -> set[Tensor]:
-    embeddings = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
-    return {module.weight for module in embeddings}
+    return {module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
 
 
 def _is_named_averaged(name: str) -> bool:
-    modules = name.split(".")[:-1]
-    if not modules:
-        return False
-    return modules[-1] in EMBEDDING_NAMES or (modules[-1] in HEAD_NAMES and len(modules) <= _HEAD_DEPTH_MAX)
+    *parents, module, _ = ["", *name.split(".")]
+    return module in EMBEDDING_NAMES or (module in HEAD_NAMES and len(parents) <= _HEAD_DEPTH_MAX)
 
 
 def _check_kind(label: str, *objects: object) -> None:

@@ -87,6 +87,19 @@ def test_who_was_started_later_and_is_gone_holds_nobody_off(tmp_path: Path, own_
     assert order.rejection_reason(ATTACH, own_process) == ""
 
 
+def test_a_child_of_the_learner_at_work_is_refused_whatever_its_environment(
+    tmp_path: Path, own_process: Process, later: Process
+) -> None:
+    order = Admission(tmp_path, InlineExecutor())
+    order.let_in(own_process)
+    text = f"it is a child of process {own_process.pid}, this region's learner, which is at work"
+    assert order.rejection_reason(ATTACH, later, is_attached=True).startswith(text)
+    assert order.rejection_reason(ATTACH, later) == "", "the learner has left, and its program starts the next one"
+    assert order.rejection_reason(ATTACH, own_process, is_attached=True) == ""
+    order.let_in(later)
+    assert "was started later" in order.rejection_reason(ATTACH, own_process, is_attached=True)
+
+
 def test_without_its_file_the_lives_decide(tmp_path: Path, own_process: Process, later: Process) -> None:
     order = Admission(tmp_path, InlineExecutor())
     (tmp_path / HOLDER_NAME).write_text("not a process")

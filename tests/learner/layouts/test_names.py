@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
 
 from diloco_node.core.merge.fragments import build_manifest
+from diloco_node.core.types import MergeRule
+from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.names import replicas_in, unwrap
 from diloco_node.learner.layouts.tensors import ModelTensors
 
@@ -78,6 +80,23 @@ def replicas_in_shards(model: Nested) -> nn.Module:
     return compiled(model)
 
 
+def in_fabric(model: Nested) -> nn.Module:
+    """Lightning's Fabric holds what it is given twice."""
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    model.stages[0] = fabric.setup(DistributedDataParallel(model.stages[0]))
+    model.stages[1][0] = fabric.setup(compiled(model.stages[1][0]))
+    return fabric.setup(compiled(model))
+
+
+def in_stubs(model: Nested) -> nn.Module:
+    """As eager quantisation wraps what it is to convert; the stubs hold nothing."""
+    from torch.ao.quantization import QuantWrapper
+
+    model.stages[0][1] = checkpoint_wrapper(QuantWrapper(model.stages[0][1]))
+    model.stages[1] = QuantWrapper(compiled(model.stages[1]))
+    return QuantWrapper(model)
+
+
 @pytest.fixture
 def _ranks() -> Iterator[None]:
     """One of one."""
@@ -92,7 +111,10 @@ def _ranks() -> Iterator[None]:
 
 @pytest.mark.no_device("its ranks are of the CPU")
 @pytest.mark.usefixtures("_ranks")
-@pytest.mark.parametrize("wrap", [in_the_middle, in_each_other, at_the_ends, replicas_inside, replicas_in_shards])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "wrap", [in_the_middle, in_each_other, at_the_ends, replicas_inside, replicas_in_shards, in_fabric, in_stubs]
+)
 def test_specs_and_states_are_those_of_the_model_without_wrappers(wrap: Callable[[Nested], nn.Module]) -> None:
     plain, model = Nested(), wrap(Nested())
     raw_names = {name for name, _ in model.named_parameters()}
@@ -139,3 +161,32 @@ def test_a_module_of_that_name_is_no_wrapper() -> None:
     assert replicas_in(model) == ()
     assert unwrap(nn.DataParallel(compiled(model))) is model
     assert "stages.0.0.module.weight" in {spec.name for spec in ModelTensors(model).specs}
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_block_that_stands_beside_its_compiled_form_is_merged_as_ever(*, is_listed: bool) -> None:
+    """It has two names and one owner: nothing is tied."""
+    plain, model = Nested(), Nested()
+    model.fast = compiled(model.stages[1][0])
+    if is_listed:
+        model.all = nn.ModuleList([model.stages[0], model.stages[1][1]])
+    assert ModelTensors(model).specs == ModelTensors(plain).specs
+    model.lora = nn.Linear(4, 4)
+    model.lora.weight = model.stages[0][0].module.weight
+    (spec,) = [spec for spec in ModelTensors(model).specs if spec.name == "stages.0.0.module.weight"]
+    assert spec.merge is MergeRule.AVG, "and that is tied"
+
+
+def test_two_parameters_of_one_name_are_refused() -> None:
+    model = nn.Sequential(DistributedLike(nn.Linear(4, 4)))
+    model[0].weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(LearnerError, match=r"two parameters are called '0\.weight' .* one of them '0\.module\.weight'"):
+        ModelTensors(model)
+
+
+class DistributedLike(nn.DataParallel):
+    """A wrapper with a layer of its own beside the module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super(nn.DataParallel, self).__init__()
+        self.module = module
