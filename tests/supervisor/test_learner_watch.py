@@ -249,7 +249,7 @@ def test_a_pause_that_nobody_ends_is_no_hang_while_the_loop_makes_steps() -> Non
         assert watch.look(b"%d" % (at_s // 100), now_s=at_s, place=busy(2.0)) is Action.NOTHING
     hung = [at_s for at_s in range(4000, 4600) if watch.look(b"39", now_s=at_s, place=busy(2.0)) is Action.ABORT]
     assert hung == [3900 + 501], "from its last step on the limit counts"
-    assert watch.reason == "hung: evaluation takes more than its limit of 500 s"
+    assert watch.reason.startswith("hung: evaluation takes more than its limit of 500 s")
 
 
 def test_steps_in_a_pause_are_no_usual_pauses() -> None:

@@ -120,11 +120,13 @@ def read_initial(path: Path, manifest: Manifest) -> list[F32]:
     for fragment, theta in zip(manifest.fragments, thetas, strict=True):
         for piece in fragment.pieces:
             places.setdefault(piece.name, []).append((piece, theta))
+    is_empty = True
     try:
         for name in shapes:
             flat = tensors[name].read()
-            if not np.isfinite(np.dot(flat, flat)):
+            if not np.isfinite(square := np.dot(flat, flat)):
                 raise ConfigError(f"run.init: {path}: tensor {name} holds NaN, infinite or huge values")
+            is_empty = is_empty and not square
             for piece, theta in places[name]:
                 theta[piece.offset : piece.offset + piece.size] = flat[piece.value_start : piece.value_stop]
         for name, copies in extras.items():
@@ -132,6 +134,8 @@ def read_initial(path: Path, manifest: Manifest) -> list[F32]:
                 raise ConfigError(_stranger(path, name, tensors, shapes))
     except (OSError, ValueError) as error:
         raise ConfigError(f"run.init: {path} can't be read ({error}): copy it anew") from error
+    if is_empty:
+        raise ConfigError(f"run.init: {path}: all values are zero, as where a download was not finished: copy it anew")
     return thetas
 
 
@@ -164,6 +168,8 @@ def _in_folder(folder: Path) -> Path:
     if indexes or files:
         names = ", ".join(file.name for file in (*indexes, *files)[:4])
         raise ConfigError(f"run.init: {folder} holds several models: name the file that counts, such as {names}")
+    if (folder / "snapshots").is_dir():
+        raise ConfigError(f"run.init: {folder} is the hub's cache of a model: give one of the folders in its snapshots")
     foreign = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf", ".h5"))
     text = f"; {escaped(foreign[0])} is not read: {SAVE}" if foreign else f": {SAVE}"
     raise ConfigError(f"run.init: {folder} holds no safetensors file{text}")
@@ -198,6 +204,8 @@ def _of_index(path: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 def _of_file(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     """Read a header. Refused is what safetensors itself lets pass: a name twice, a huge header."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ValueError("it is no plain file")
     with path.open("rb") as file:
         head = file.read(_LENGTH.size)
         (length,) = _LENGTH.unpack(head)

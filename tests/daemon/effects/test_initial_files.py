@@ -1,6 +1,7 @@
 """Theta_0 from files: exactly this model, or a refusal that names the difference and what to do."""
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -311,6 +312,40 @@ def test_a_folder_that_is_not_whole_is_refused_before_any_process_starts(
     shard(tmp_path, model())
     spoil(tmp_path)
     with pytest.raises(ConfigError, match=text):
+        check_initial(tmp_path)
+
+
+def test_the_hubs_cache_is_read_through_its_links_and_its_root_is_explained(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "0a1b"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    shard(blobs, model())
+    for number, file in enumerate(sorted(blobs.iterdir())):
+        blob = file.rename(blobs / f"{number:064x}")
+        (snapshot / file.name).symlink_to(Path("../../blobs") / blob.name)
+    values = values_of(MANIFEST, read_initial(snapshot, MANIFEST))
+    assert all(values[name].tobytes() == tensor.tobytes() for name, tensor in model().items())
+    with pytest.raises(ConfigError, match="is the hub's cache of a model: give one of the folders in its snapshots"):
+        check_initial(tmp_path)
+    (snapshot / "model-00002-of-00002.safetensors").resolve().unlink()  # as the cache is emptied
+    with pytest.raises(ConfigError, match=r"1 of the 2 shards .* missing, such as model-00002-of-00002\.safetensors"):
+        check_initial(snapshot)
+
+
+def test_a_file_of_zeros_begins_no_run(tmp_path: Path) -> None:
+    """As a download that made room first leaves it."""
+    path = tmp_path / "model.safetensors"
+    save_file({name: np.zeros_like(tensor) for name, tensor in model().items()}, path)
+    with pytest.raises(ConfigError, match="all values are zero"):
+        read_initial(tmp_path, MANIFEST)
+    save_file(change("b.bias", np.zeros(11, np.float32)), path)
+    assert len(read_initial(tmp_path, MANIFEST)) == len(MANIFEST.fragments)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_plain_file_is_not_waited_for(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="it is no plain file"):
         check_initial(tmp_path)
 
 
