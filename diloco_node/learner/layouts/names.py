@@ -22,6 +22,9 @@ WRAPPERS: Final = frozenset(
 inside. One region may compile each block and another none: the names that they agree on have none of these, as torch's
 own distributed checkpoints."""
 
+UNSAVED: Final = frozenset({"_checkpoint_wrapped_module", "_original_module"})
+"""Those that `state_dict()` leaves out by itself."""
+
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module below DistributedDataParallel and torch.compile. Wrappers of parts of it stay.
@@ -44,7 +47,8 @@ def _is_replica(module: nn.Module) -> bool:
 def replicas_in(model: nn.Module) -> tuple[str, ...]:
     """The beginnings of the names that are inside REPLICAS in the model, such as "encoder.module.", innermost first."""
     modules = model.named_modules(remove_duplicate=False)
-    return tuple(f"{name}.module.".lstrip(".") for name, module in modules if _is_replica(module))[::-1]
+    names = (f"{name}.module.".lstrip(".") for name, module in modules if _is_replica(module))
+    return tuple(_without(UNSAVED, name) for name in names)[::-1]
 
 
 def plain_name(name: str, replicas: Sequence[str] = ()) -> str:
@@ -53,12 +57,17 @@ def plain_name(name: str, replicas: Sequence[str] = ()) -> str:
     Args:
         replicas: of the model, as `replicas_in` returns them.
     """
+    name = _without(UNSAVED, name)
     for prefix in replicas:
         if name.startswith(prefix):
             name = prefix.removesuffix("module.") + name.removeprefix(prefix)
+    return _without(WRAPPERS, name)
+
+
+def _without(words: frozenset[str], name: str) -> str:
     if "._" not in name and not name.startswith("_"):
         return name
-    return ".".join(word for word in name.split(".") if word not in WRAPPERS)
+    return ".".join(word for word in name.split(".") if word not in words)
 
 
 def by_plain_name(values: Mapping[str, V], model: nn.Module) -> dict[str, V]:
