@@ -267,9 +267,9 @@ class Daemon:
 
     def rejection_reason(self, attach: Attach, process: Process | None) -> str:
         """Why this process may not be the learner; empty if it may, and then it is the one."""
-        reception, is_attached = self.node and self.node.reception, self.learner_server.is_attached
-        known = 0 if reception is None else reception.known_incarnation
-        reason = "" if reception is None else reception.rejection_reason(attach)
+        reception = None if self.node is None else self.node.reception
+        known, reason = (reception.known_incarnation, reception.rejection_reason(attach)) if reception else (0, "")
+        is_attached = self.learner_server.is_attached
         reason = reason or self._admission.rejection_reason(attach, process, known, is_attached=is_attached)
         if reason:
             self.notes.add(Note("learner", f"refused process {attach.pid}: {reason}", is_alarm=True))

@@ -71,7 +71,7 @@ class FirstParameters:
                 self._other_names += [piece.name for piece in fragment.pieces]
 
     def _norms(self) -> list[float]:
-        """Of each slab that this rank owns."""
+        """The norm of each slab that this rank owns."""
         return [
             float(torch.linalg.vector_norm(self._tensors.values(slab), dtype=torch.float32)) for slab in self._slabs
         ]

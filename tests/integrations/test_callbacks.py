@@ -387,13 +387,17 @@ def test_an_exception_in_lightning_is_said(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["training", "evaluation"])
-def test_sigterm_in_lightning_is_an_interruption_and_no_end(folder: Path, place: str) -> None:
+def test_sigterm_in_lightning_is_an_interruption_and_no_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     """Lightning takes the signal before the callback attaches, and ends `fit` as if all were trained."""
+    monkeypatch.setenv("DILOCO_STOP_S", "100")
+    monkeypatch.setattr("diloco_node.learner.boundary.LEAVE_PATIENCE_S", 0.2)
     trainer, callback, module = lightning_trainer(folder, max_steps=ROWS, val_check_interval=2, num_sanity_val_steps=0)
     before = signal.getsignal(signal.SIGTERM)
 
-    def ask(_batch: Any, index: int) -> None:
-        if index == 1:
+    def ask(_batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
             signal.raise_signal(signal.SIGTERM)
 
     if place == "training":

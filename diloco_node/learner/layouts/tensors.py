@@ -140,7 +140,7 @@ class ModelTensors:
         specs = []
         embeddings = _embedding_parameters(self.model)
         # A module at two places is not tied: one may be its compiled form, which another region does without.
-        uses = Counter(parameter for module in self.model.modules() for parameter in module._parameters.values())
+        uses = Counter(id(tensor) for module in self.model.modules() for tensor in module._parameters.values())
         trainable, self.unknown = _buffers(self.model, buffers)
         holdings, self.strangers = self._holdings(optimizer_tensors, masters)
         self.idle: dict[str, Tensor] = {}
@@ -163,7 +163,7 @@ class ModelTensors:
                 self.marks[names[0]] = _mark(local_part(parameter))
             rule = next((merge[name] for name in names if name in merge), None)
             if rule is None:
-                is_averaged = is_at_an_end or names[0] in trainable or uses[parameter] > 1
+                is_averaged = is_at_an_end or names[0] in trainable or uses[id(parameter)] > 1
                 rule = MergeRule.AVG if is_averaged else MergeRule.RDA
             specs.append(TensorSpec(names[0], tuple(parameter.shape), rule))
         self.specs = tuple(specs)
