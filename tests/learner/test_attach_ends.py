@@ -22,6 +22,7 @@ import diloco_node
 from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
 from diloco_node.learner import attach as attach_module
+from diloco_node.learner.attach import Diloco
 from diloco_node.learner.process_signals import LEARNER_VARIABLE, LearnerPlace
 from diloco_node.shared_memory import COUNTERS_AREA, MemoryStore, request_area
 from diloco_node.storage.trained import AREA_BYTES, read_trained
@@ -595,8 +596,9 @@ def test_a_process_below_a_learner_is_refused(folder: Path, monkeypatch: pytest.
 
 
 ALONE = """
-import os, subprocess, sys, time, torch
+import os, sys, time, torch
 import diloco_node
+from diloco_node.errors import LearnerError
 if len(sys.argv) > 1:  # what the shell has left behind
     while os.getppid() == int(sys.argv[1]):
         time.sleep(0.01)
@@ -604,7 +606,7 @@ model = torch.nn.Linear(2, 2)
 try:
     diloco_node.attach(model).close()
     print("attached", flush=True)
-except diloco_node.LearnerError as error:
+except LearnerError as error:
     print(error, flush=True)
 """
 
@@ -626,7 +628,7 @@ def test_a_program_that_a_shell_has_left_in_the_background_is_refused(folder: Pa
 def test_of_two_threads_that_attach_at_once_one_is_the_learner(folder: Path) -> None:
     toys, barrier = [Toy(seed) for seed in range(4)], threading.Barrier(4)
 
-    def work(toy: Toy) -> diloco_node.Diloco | LearnerError:
+    def work(toy: Toy) -> Diloco | LearnerError:
         barrier.wait(PATIENCE_S)
         try:
             return diloco_node.attach(toy.model, toy.optimizer)
@@ -635,7 +637,7 @@ def test_of_two_threads_that_attach_at_once_one_is_the_learner(folder: Path) -> 
 
     with FakeDaemon(folder) as daemon, ThreadPoolExecutor(4) as pool:
         results = list(pool.map(work, toys))
-        (diloco,) = [result for result in results if isinstance(result, diloco_node.Diloco)]
+        (diloco,) = [result for result in results if isinstance(result, Diloco)]
         assert all("a second time" in str(result) for result in results if result is not diloco)
         toys[results.index(diloco)].step(diloco)
         diloco.close()
