@@ -107,7 +107,7 @@ def check_not_replaced(tensors: ModelTensors) -> None:
             )
         if new is not None and is_sharded(new) and not is_sharded(tensor):
             raise LearnerError(f"parameter {name!r} was sharded after attach(), which follows the one before. {REMEDY}")
-        if alias := next((other for other, known in present.items() if known is tensor), ""):
+        if name not in present and (alias := next((key for key, known in present.items() if known is tensor), "")):
             raise LearnerError(
                 f"parameter {name!r} is called {alias!r} since attach(): a parametrization, pruning or an adapter was "
                 f"put on its layer, which computes something else with it in this region. {REMEDY}"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.utils.prune
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -131,6 +132,27 @@ def test_a_wrapper_that_keeps_the_parameters_may_come_after_attach(
             diloco.settle(0.01)
         assert set(diloco.global_state_dict()) == set(model.state_dict())
         assert warnings_of(daemon) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (nn.utils.parametrizations.orthogonal, "parametrizations.weight.original"),
+        (nn.utils.spectral_norm, "weight_orig"),
+        (lambda layer: nn.utils.prune.random_unstructured(layer, "weight", 0.5), "weight_orig"),
+    ],
+)
+def test_a_layer_that_computes_its_weight_since_attach_is_named(
+    folder: Path, change: Callable[[nn.Module], object], name: str
+) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        change(model[1])
+        backward(model, torch.randn(4, 6))
+        with pytest.raises(LearnerError, match=rf"parameter '1\.weight' is called '1\.{name}' since attach\(\)"):
+            end_step(diloco, optimizer)
 
 
 @pytest.mark.no_device("its rank is of the CPU")
