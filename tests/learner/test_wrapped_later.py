@@ -138,7 +138,6 @@ def test_a_wrapper_that_keeps_the_parameters_may_come_after_attach(
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (nn.utils.parametrizations.orthogonal, "parametrizations.weight.original"),
         (nn.utils.spectral_norm, "weight_orig"),
         (lambda layer: nn.utils.prune.random_unstructured(layer, "weight", 0.5), "weight_orig"),
     ],
