@@ -26,6 +26,9 @@ BEGIN: Final = "initial_lr"
 SCHEDULE_KEYS: Final = (BEGIN, "max_lr", "min_lr", "base_momentum", "max_momentum")
 """Settings that schedules of torch's write into a group, and read there."""
 
+MEMBERS: Final = ("params", "param_names")
+"""What a group is of; everything else in it is a setting or a state."""
+
 log = logging.getLogger("diloco_node.learner")
 
 
@@ -33,12 +36,12 @@ Changes = dict[str, tuple[Any, Any]]
 """By key of a group of parameters, values that differ: in the checkpoint, in the script."""
 
 
-def script_settings(group: Mapping[str, Any], settings: Collection[str]) -> dict[str, Any]:
+def script_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a script has set in a group of parameters, as JSON; what is none is left out."""
-    values = {key: group[key] for key in (*settings, *SCHEDULE_KEYS) if key in group}
     plain = {
         key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
-        for key, value in values.items()
+        for key, value in group.items()
+        if key not in MEMBERS
     }
     return {key: value for key, value in plain.items() if _is_plain(value)}
 
@@ -61,7 +64,8 @@ def take_settings(
 
     Args:
         group: from the checkpoint; changed. own_group: as the script has made it.
-        settings: the keys that are settings; others, such as a count of steps, stay.
+        settings: the keys that are settings. Others, such as a count of steps, stay, unless the script has changed
+            them: a key of its own, such as a factor of each layer's rate.
         before: as the script had made it in the life of the checkpoint (`script_settings`); empty: nobody knows.
         is_lowered: a kept schedule without a formula (`lowers_rates`) has changed the rate since then.
 
@@ -74,6 +78,15 @@ def take_settings(
     if None in begins and is_lowered:
         begins = before.get("lr"), own_group.get("lr")
     rates = _schedule_rates(begins, group["lr"]) if "lr" in group else None
+    group |= {key: own_group[key] for key in MEMBERS if key in own_group}
+    for key in (group.keys() | own_group.keys() | before.keys()) - {*settings, *SCHEDULE_KEYS, *MEMBERS}:
+        if key not in own_group:
+            if key in before:
+                group.pop(key, None)
+        elif key not in group or (key in before and not is_same(before[key], own_group[key])):
+            group[key] = own_group[key]
+            if before and _is_plain(group[key]):
+                changes[key] = before.get(key, "absent"), group[key]
     for key in [key for key in (*settings, *SCHEDULE_KEYS) if key in group or key in own_group]:
         if key not in own_group:
             del group[key]
@@ -110,7 +123,7 @@ def lowers_rates(component: Any) -> bool:
 def is_same(old: Any, own: Any) -> bool:
     """Whether a value is the same after it was JSON."""
     if isinstance(old, Tensor) or isinstance(own, Tensor):
-        return float(old) == float(own)
+        return old is not None and own is not None and float(old) == float(own)
     return bool((list(old) if isinstance(old, tuple) else old) == (list(own) if isinstance(own, tuple) else own))
 
 
