@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from statistics import fmean, median, stdev
-from typing import Final
+from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +58,11 @@ VERSIONS_MAX: Final = 64
 TRIALS_MAX: Final = 2
 """Versions that are looked at together: each costs some twenty kernels of a device in each step."""
 
-_NUMBERS: Final = 3
+COLLINEAR: Final = 1e-4
+"""Directions that are nearer to each other, by the square of their sine, count as one."""
+
+_DIRECTIONS: Final = 5
+"""The step, and what may explain it: see `PullBackCheck._measure`."""
 
 
 @dataclass(slots=True)
@@ -65,15 +71,29 @@ class _VersionTrial:
 
     Attributes:
         move: way of the version, and last: the values at the boundary before, samples on their device.
-        length: norm of `move`.
-        rows: per boundary (share of the way gained, cosine of gradient and way, whether anything moved).
+        progress: way of the learner itself since the version before of this fragment; zeros: nobody knows.
+        rows: per boundary the products of the directions of `_measure` with each other.
     """
 
     local: LocalFragment
     move: Tensor
     last: Tensor
-    length: Tensor
+    progress: Tensor
     rows: list[Tensor] = field(default_factory=list)
+
+
+class StepAfter(NamedTuple):
+    """A step after a version.
+
+    Attributes:
+        share: of the version's way that it gained, by itself: without what gradient and momentum explain.
+        cosine: between gradient and way; not a number where there is no gradient.
+        is_explained: whether both are known.
+    """
+
+    share: float
+    cosine: float = 0.0
+    is_explained: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +118,9 @@ class PullBackCheck:
         self._trials: dict[int, _VersionTrial] = {}
         self._late: dict[int, LateNumbers] = {}
         make: Callable[[int, int], Tensor] = page_locked if any(map(has_streams, tensors.devices)) else host_values
-        self._places = make(fragments, STEPS * _NUMBERS)
+        self._places = make(fragments, STEPS * _DIRECTIONS**2)
+        # By fragment the values after the version that was looked at last.
+        self._after: dict[int, Tensor] = {}
         self._verdicts: deque[_Verdict] = deque(maxlen=VERSIONS)
         # Versions that were begun, up to VERSIONS_MAX.
         self._versions = 0
@@ -117,8 +139,9 @@ class PullBackCheck:
         self._finish(local.index)
         if not self.is_done and len(self._trials) < TRIALS_MAX:
             self._versions += 1
-            move = after - before
-            self._trials[local.index] = _VersionTrial(local, move, after, move.norm())
+            progress = before - self._after.get(local.index, before)
+            self._trials[local.index] = _VersionTrial(local, after - before, after, progress)
+            self._after[local.index] = after
 
     def look(self) -> None:
         """Measure what the last step took back, and judge the versions whose numbers have come."""
@@ -133,13 +156,14 @@ class PullBackCheck:
                 self._judge(numbers)
 
     def _measure(self, trial: _VersionTrial) -> Tensor:
-        now, move = self._tensors.sample(trial.local), trial.move
-        gradient = self._tensors.sample_gradients(trial.local)
+        """Products of the last step, the version's way and what else may lead it: gradient, its signs, and the way that
+        the learner went before, which momentum goes on with."""
+        now, gradient = self._tensors.sample(trial.local), self._tensors.sample_gradients(trial.local)
         step, trial.last = now - trial.last, now
-        share, cosine = (step * move).sum() / trial.length.square(), torch.zeros_like(trial.length)
-        if gradient is not None:
-            cosine = ((gradient * move).sum() / (gradient.norm() * trial.length)).nan_to_num(0.0)
-        return torch.stack([share, cosine, (step != 0).any().float()])
+        if gradient is None:
+            gradient = torch.zeros_like(now)
+        directions = torch.stack([step, trial.move, gradient, gradient.sign(), trial.progress])
+        return (directions @ directions.T).flatten()
 
     def _finish(self, index: int) -> None:
         """Order the numbers of a version; they are lost where those of the one before are still on their way."""
@@ -148,27 +172,47 @@ class PullBackCheck:
             self._late[index] = LateNumbers(torch.cat(trial.rows), self._places[index])
 
     def _judge(self, numbers: Sequence[float]) -> None:
-        rows = [tuple(numbers[at : at + _NUMBERS]) for at in range(0, len(numbers), _NUMBERS)]
-        verdict = judge_version([(share, cosine) for share, cosine, has_moved in rows if has_moved])
+        verdict = judge_version(steps_of(numbers))
         if verdict is None or self.fault:
             return
         self._verdicts.append(verdict)
         self.fault = fault_of(list(self._verdicts))
 
 
-def judge_version(steps: Sequence[tuple[float, float]]) -> _Verdict | None:
-    """Judge a version by (share of its way gained, cosine of gradient and way) of each step; None: nothing to say."""
-    shares = [share for share, _ in steps]
+def steps_of(numbers: Sequence[float]) -> list[StepAfter]:
+    """Read what `_measure` gave of each step; those in which nothing moved are left out."""
+    products = np.array(numbers, np.float64).reshape(-1, _DIRECTIONS, _DIRECTIONS)
+    products = products[products[:, 0, 0] > 0.0]
+    if not np.isfinite(products).all():
+        return []
+    lengths = np.sqrt(np.maximum(np.diagonal(products, axis1=1, axis2=2), np.finfo(np.float64).tiny))
+    cosines = products / (lengths[:, :, None] * lengths[:, None, :])
+    shares = np.linalg.pinv(cosines[:, 1:, 1:], rcond=COLLINEAR, hermitian=True) @ cosines[:, 1:, :1]
+    return [
+        StepAfter(
+            float(share[0, 0] * length[0] / length[1]),
+            float(cosine[1, 2]) if cosine[2, 2] > 0.5 else nan,
+            bool(cosine[2, 2] > 0.5 and cosine[4, 4] > 0.5),
+        )
+        for share, length, cosine in zip(shares, lengths, cosines, strict=True)
+    ]
+
+
+def judge_version(steps: Sequence[StepAfter]) -> _Verdict | None:
+    """Judge a version by the steps after it; None: nothing to say."""
+    shares = [step.share for step in steps]
     if len(shares) < STEPS_MIN or not all(abs(share) < float("inf") for share in shares):
         return None
     later = shares[1:]
-    # Training that slows down takes back less from step to step: the first one is expected where the next ones point.
-    usual = min(median(later), 2.0 * later[0] - later[1] if len(later) > 1 else later[0])
-    first = _beyond(usual - shares[0], later, steps[0][1])
+    usual = median(later[len(later) // 2 :])
+    if not all(step.is_explained for step in steps):
+        # Training that slows down takes back less from step to step: the first is expected where the next ones point.
+        usual = min(median(later), 2.0 * later[0] - later[1] if len(later) > 1 else later[0])
+    first = _beyond(usual - shares[0], later, steps[0].cosine)
     worst = min(range(len(shares)), key=shares.__getitem__)
     neighbours = [share for at, share in enumerate(shares) if at != worst]
     spread = median(abs(share - median(neighbours)) for share in neighbours)
-    jump = _beyond(median(neighbours) - shares[worst], neighbours, steps[worst][1])
+    jump = _beyond(median(neighbours) - shares[worst], neighbours, steps[worst].cosine)
     return _Verdict(first, len(shares) >= STEPS_OF_JUMP and jump >= max(SHARE, DEVIATIONS * spread))
 
 

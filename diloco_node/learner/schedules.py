@@ -79,14 +79,8 @@ def take_settings(
         begins = before.get("lr"), own_group.get("lr")
     rates = _schedule_rates(begins, group["lr"]) if "lr" in group else None
     group |= {key: own_group[key] for key in MEMBERS if key in own_group}
-    for key in (group.keys() | own_group.keys() | before.keys()) - {*settings, *SCHEDULE_KEYS, *MEMBERS}:
-        if key not in own_group:
-            if key in before:
-                group.pop(key, None)
-        elif key not in group or (key in before and not is_same(before[key], own_group[key])):
-            group[key] = own_group[key]
-            if before and _is_plain(group[key]):
-                changes[key] = before.get(key, "absent"), group[key]
+    others = (group.keys() | own_group.keys()) - {*settings, *SCHEDULE_KEYS, *MEMBERS}
+    changes |= _take_others(group, own_group, before, others)
     for key in [key for key in (*settings, *SCHEDULE_KEYS) if key in group or key in own_group]:
         if key not in own_group:
             del group[key]
@@ -105,6 +99,22 @@ def take_settings(
         if old_begin != own_begin:
             changes["lr"] = (old_begin, own_begin)
     return changes, drifts
+
+
+def _take_others(
+    group: dict[str, Any], own_group: Mapping[str, Any], before: Mapping[str, Any], keys: Collection[str]
+) -> Changes:
+    """Take what is a state of the optimizer from the checkpoint, unless the script has set it to something else."""
+    changes: Changes = {}
+    for key in sorted(keys):
+        if key not in own_group:
+            if key in before:
+                del group[key]
+        elif key not in group or (key in before and not is_same(before[key], own_group[key])):
+            group[key] = own_group[key]
+            if before and _is_plain(group[key]):
+                changes[key] = before.get(key, "absent"), group[key]
+    return changes
 
 
 def _schedule_rates(begins: tuple[Any, Any], lr: Any) -> tuple[float, float, float] | None:
