@@ -35,6 +35,7 @@ from diloco_node.learner.tensor_forms import (
     REMEDY,
     TensorForms,
     TensorPlaces,
+    check_apart,
     check_not_replaced,
     is_clamped,
     sample_of,
@@ -445,6 +446,7 @@ class ModelWatch:
             )
         if not self._has_warned and not (may_be_restored and change == 0.0):
             self._has_warned = True
+            check_apart(self._tensors.followed)  # one that was tied by `.data` since
             self._warn(
                 f"{name!r} was written to by something else than its optimizer. What is written is merged as if it had "
                 "been trained: load weights before attach()"
