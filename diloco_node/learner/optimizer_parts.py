@@ -21,7 +21,14 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.shard_map import Box, ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
 from diloco_node.learner.schedules import Changes, is_same, script_settings, take_settings, tell_changes
-from diloco_node.learner.several_optimizers import inner_of, kind_of, load_state, parameters_of, settings_of
+from diloco_node.learner.several_optimizers import (
+    findings_of,
+    inner_of,
+    kind_of,
+    load_state,
+    parameters_of,
+    settings_of,
+)
 
 Json = dict[str, Any]
 
@@ -77,7 +84,7 @@ class OptimizerParts:
         rank: int = 0,
     ) -> None:
         self._optimizer = optimizer
-        self._script = [*map(script_settings, optimizer.param_groups)]
+        self._script = [script_settings(group, findings_of(optimizer)) for group in optimizer.param_groups]
         # By group what only the loop had changed before the restart.
         self._drifts: list[Changes] = []
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

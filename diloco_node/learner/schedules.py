@@ -36,12 +36,12 @@ Changes = dict[str, tuple[Any, Any]]
 """By key of a group of parameters, values that differ: in the checkpoint, in the script."""
 
 
-def script_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a script has set in a group of parameters, as JSON; what is none is left out."""
+def script_settings(group: Mapping[str, Any], findings: Collection[str]) -> dict[str, Any]:
+    """Return what a script has set in a group of parameters, as JSON; what is none, or a finding, is left out."""
     plain = {
         key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
         for key, value in group.items()
-        if key not in MEMBERS
+        if key not in MEMBERS and key not in findings
     }
     return {key: value for key, value in plain.items() if _is_plain(value)}
 

@@ -101,6 +101,11 @@ def settings_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     return frozenset(names)
 
 
+def findings_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Names of the other defaults: what it finds out by itself."""
+    return frozenset(key for inner in inner_of(optimizer) for key in inner.defaults) - settings_of(optimizer)
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return all tensors in the optimizer's groups, in their order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
