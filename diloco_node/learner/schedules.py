@@ -26,6 +26,9 @@ BEGIN: Final = "initial_lr"
 SCHEDULE_KEYS: Final = (BEGIN, "max_lr", "min_lr", "base_momentum", "max_momentum")
 """Settings that schedules of torch's write into a group, and read there."""
 
+ROUNDED: Final = 1e-6
+"""A rate that was a tensor of float32 is the same as a number."""
+
 MEMBERS: Final = ("params", "param_names")
 """What a group is of; everything else in it is a setting or a state."""
 
@@ -132,8 +135,8 @@ def lowers_rates(component: Any) -> bool:
 
 def is_same(old: Any, own: Any) -> bool:
     """Whether a value is the same after it was JSON."""
-    if isinstance(old, Tensor) or isinstance(own, Tensor):
-        return old is not None and own is not None and float(old) == float(own)
+    if isinstance(old, Tensor) or isinstance(own, Tensor) or (isinstance(old, float) and isinstance(own, float)):
+        return old is not None and own is not None and math.isclose(float(old), float(own), rel_tol=ROUNDED)
     return bool((list(old) if isinstance(old, tuple) else old) == (list(own) if isinstance(own, tuple) else own))
 
 
@@ -162,5 +165,6 @@ def place_schedule(schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 def tell_changes(changes: Changes) -> None:
     """Log what differs from the checkpoint, a line each."""
-    for key, (old, own) in changes.items():
+    for key, (old, new) in changes.items():
+        own = f"{float(new):g}" if isinstance(new, Tensor) else new
         log.warning("optimizer: %s is %s as the script sets it, not %s as in the checkpoint", key, own, old)

@@ -222,6 +222,19 @@ class Adapting(torch.optim.SGD):
             group |= {"d0": d0, "d": d0, "k": 0, "growth": growth}
 
 
+@pytest.mark.parametrize("rate", [torch.tensor(1e-3), torch.tensor(5e-4)])
+def test_a_rate_that_became_a_tensor_is_told_where_it_is_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rate: torch.Tensor
+) -> None:
+    new = adamw(lr=rate, foreach=False)
+    with caplog.at_level(logging.WARNING):
+        restart(tmp_path, adamw(3, lr=1e-3), new)
+    assert new.param_groups[0]["lr"] is rate
+    is_other = float(rate) < 1e-3
+    expected = {"optimizer: lr is 0.0005 as the script sets it, not 0.001 as in the checkpoint"} if is_other else set()
+    assert {message for message in told(caplog) if ": lr " in message} == expected
+
+
 def test_what_an_optimizer_has_found_out_is_no_setting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def build(lr: float) -> Adapting:
         return Adapting(nn.Linear(3, 2).parameters(), lr=lr)
