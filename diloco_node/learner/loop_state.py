@@ -41,7 +41,7 @@ from diloco_node.learner.tensor_forms import sample_of, stack
 
 GENERATORS: Final = (np.random.Generator, np.random.RandomState, random.Random)
 HOLDERS: Final = (nn.Module, DataLoader, Sampler, Dataset)
-"""What may hold a generator of torch's, which is in no list of objects itself."""
+"""Places of torch's generators, which are in no list of objects themselves."""
 
 KINDS: Final = (Tensor, Optimizer, GradScaler, LRScheduler, _BaseDataLoaderIter, *GENERATORS, *HOLDERS)
 REACH: Final = 4

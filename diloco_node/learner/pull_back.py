@@ -4,10 +4,10 @@ An optimizer that averages with a copy of the weights, or interpolates with olde
 each merge. No single step proves that, for training moves the parameters as well. But training moves them alike from
 step to step, while what takes back does so at once: in the first step after a version, or in one of the next ten.
 
-So of each version's way the share is measured that each of the next steps takes back. What the gradient, its signs and
-the learner's own way before the version explain is taken off: descent and momentum lead back as well. The first step is
-compared with those some time later, over several versions; and of ten steps the one that stands out. Who takes back
-less than an eighth in each step is not found.
+So of each version's way the share is measured that each of the next steps takes back. The part that gradient, its signs
+and the learner's own way before the version explain is taken off: descent and momentum lead back as well. The first
+step is compared with those some time later, over several versions; and of ten steps the one that stands out. Less than
+an eighth in each step is not found.
 
 Nothing waits for a device: the numbers are read when they are there.
 """

@@ -30,7 +30,7 @@ ROUNDED: Final = 1e-6
 """A rate that was a tensor of float32 is the same as a number."""
 
 MEMBERS: Final = ("params", "param_names")
-"""What a group is of; everything else in it is a setting or a state."""
+"""Keys of a group's tensors; everything else in it is a setting or a state."""
 
 log = logging.getLogger("diloco_node.learner")
 
