@@ -131,8 +131,10 @@ def _keep_groups(groups: list[dict[str, Any]], members: list[dict[str, Any]], op
     for group, loaded in zip(members, optimizer.param_groups, strict=True):
         for key, value in loaded.items():
             own = group.get(key)
-            is_rate = isinstance(own, Tensor) and isinstance(value, Tensor) and own.shape == value.shape
-            group[key] = own.copy_(value) if is_rate else value
+            if isinstance(own, Tensor) and isinstance(value, Tensor) and own.shape == value.shape:
+                own.copy_(value)
+            else:
+                group[key] = value
     groups[:] = members
     optimizer.param_groups = groups
 

@@ -258,7 +258,7 @@ def test_parameters_that_are_tied_by_data_in_mid_run_are_refused(folder: Path) -
 def test_memory_that_a_parameter_had_is_free_at_the_next_step_and_after_the_end(folder: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    alive = []
+    alive: list[bool] = []
 
     def place() -> None:
         rows = np.array(model[1].weight.detach().numpy())
