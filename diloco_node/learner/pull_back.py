@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import nan
 from statistics import fmean, median, stdev
 from typing import Final, NamedTuple
 
@@ -87,14 +86,13 @@ class StepAfter(NamedTuple):
     """A step after a version.
 
     Attributes:
-        share: of the version's way that it gained, by itself: without what gradient and momentum explain.
-        cosine: between gradient and way; not a number where there is no gradient.
-        is_explained: whether both are known.
+        share: of the version's way that it gained. cosine: between gradient and way; 0 where there is no gradient.
+        rest: the share that gradient and momentum don't explain; None where one of the two is not known.
     """
 
     share: float
     cosine: float = 0.0
-    is_explained: bool = True
+    rest: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,18 +182,18 @@ def steps_of(numbers: Sequence[float]) -> list[StepAfter]:
     """Read what `_measure` gave of each step; those in which nothing moved are left out."""
     products = np.array(numbers, np.float64).reshape(-1, _DIRECTIONS, _DIRECTIONS)
     products = products[products[:, 0, 0] > 0.0]
-    if not np.isfinite(products).all():
+    if not np.isfinite(products).all() or not (products[:, 1, 1] > 0.0).all():
         return []
     lengths = np.sqrt(np.maximum(np.diagonal(products, axis1=1, axis2=2), np.finfo(np.float64).tiny))
     cosines = products / (lengths[:, :, None] * lengths[:, None, :])
     shares = np.linalg.pinv(cosines[:, 1:, 1:], rcond=COLLINEAR, hermitian=True) @ cosines[:, 1:, :1]
     return [
         StepAfter(
-            float(share[0, 0] * length[0] / length[1]),
-            float(cosine[1, 2]) if cosine[2, 2] > 0.5 else nan,
-            bool(cosine[2, 2] > 0.5 and cosine[4, 4] > 0.5),
+            float(product[0, 1] / product[1, 1]),
+            float(cosine[1, 2]),
+            float(share[0, 0] * length[0] / length[1]) if product[2, 2] > 0.0 and product[4, 4] > 0.0 else None,
         )
-        for share, length, cosine in zip(shares, lengths, cosines, strict=True)
+        for product, share, length, cosine in zip(products, shares, lengths, cosines, strict=True)
     ]
 
 
@@ -204,12 +202,15 @@ def judge_version(steps: Sequence[StepAfter]) -> _Verdict | None:
     shares = [step.share for step in steps]
     if len(shares) < STEPS_MIN or not all(abs(share) < float("inf") for share in shares):
         return None
-    later = shares[1:]
-    usual = median(later[len(later) // 2 :])
-    if not all(step.is_explained for step in steps):
+    rests = [step.rest for step in steps if step.rest is not None]
+    if len(rests) == len(shares):
+        later = rests[1:]
+        first = _beyond(median(later[len(later) // 2 :]) - rests[0], later, steps[0].cosine)
+    else:
         # Training that slows down takes back less from step to step: the first is expected where the next ones point.
+        later = shares[1:]
         usual = min(median(later), 2.0 * later[0] - later[1] if len(later) > 1 else later[0])
-    first = _beyond(usual - shares[0], later, steps[0].cosine)
+        first = _beyond(usual - shares[0], later, steps[0].cosine)
     worst = min(range(len(shares)), key=shares.__getitem__)
     neighbours = [share for at, share in enumerate(shares) if at != worst]
     spread = median(abs(share - median(neighbours)) for share in neighbours)
