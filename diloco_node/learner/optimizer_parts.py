@@ -88,8 +88,8 @@ class OptimizerParts:
         # By group what only the loop had changed before the restart.
         self._drifts: list[Changes] = []
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        known = {} if tensors is None else tensors.names
-        names = [known.get(parameter, "") for parameter in self._parameters]
+        name_of = {} if tensors is None else tensors.names
+        names = [name_of.get(parameter, "") for parameter in self._parameters]
         self._boxes = [
             tensors.boxes[name][0] if tensors is not None and name and tensors.boxes[name] else None for name in names
         ]

@@ -82,8 +82,8 @@ def take_settings(
         begins = before.get("lr"), own_group.get("lr")
     rates = _schedule_rates(begins, group["lr"]) if "lr" in group else None
     group |= {key: own_group[key] for key in MEMBERS if key in own_group}
-    others = (group.keys() | own_group.keys()) - {*settings, *SCHEDULE_KEYS, *MEMBERS}
-    changes |= _take_others(group, own_group, before, others)
+    state_keys = (group.keys() | own_group.keys()) - {*settings, *SCHEDULE_KEYS, *MEMBERS}
+    changes |= _take_others(group, own_group, before, state_keys)
     for key in [key for key in (*settings, *SCHEDULE_KEYS) if key in group or key in own_group]:
         if key not in own_group:
             del group[key]

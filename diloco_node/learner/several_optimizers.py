@@ -128,8 +128,8 @@ def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
 @torch.no_grad()
 def _keep_groups(groups: list[dict[str, Any]], members: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
     """Move what was loaded into the groups from before."""
-    for group, loaded in zip(members, optimizer.param_groups, strict=True):
-        for key, value in loaded.items():
+    for group, source in zip(members, optimizer.param_groups, strict=True):
+        for key, value in source.items():
             own = group.get(key)
             if isinstance(own, Tensor) and isinstance(value, Tensor) and own.shape == value.shape:
                 own.copy_(value)
