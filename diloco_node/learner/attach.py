@@ -173,8 +173,7 @@ class Diloco:
         self._watch: ModelWatch | None = None
         # Once True nothing is told or written any more.
         self._has_left = False
-        self._terminate = TerminateFlag()
-        self._place = LearnerPlace()
+        self._terminate, self._place = TerminateFlag(), LearnerPlace()
         self._wish = EndWish()
         # What `save_merged` has begun, until the end.
         self._saves = contextlib.ExitStack()
@@ -381,7 +380,7 @@ class Diloco:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None or (isinstance(error, SystemExit) and not error.code):
+        if error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
             self.close()
             return
         if self._session is not None and self._wish.reason and not self._is_closed:
@@ -492,7 +491,8 @@ class Diloco:
         self._crossed(self._boundaries.place())
         if text := first.difference(self._fragments.positions):
             self._warn(text)
-        self._watch = ModelWatch(self._tensors, self._warn, self._checkpoints.optimizer, is_auto=bool(self._auto_step))
+        parts = self._checkpoints.optimizer, self._checkpoints.stateful.values()
+        self._watch = ModelWatch(self._tensors, self._warn, *parts, is_auto=bool(self._auto_step))
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import inspect
 import random
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from diloco_node.learner.generators import KeptGenerator
@@ -38,7 +40,10 @@ from diloco_node.learner.several_optimizers import inner_of
 from diloco_node.learner.tensor_forms import sample_of, stack
 
 GENERATORS: Final = (np.random.Generator, np.random.RandomState, random.Random)
-KINDS: Final = (nn.Module, Tensor, Optimizer, GradScaler, LRScheduler, _BaseDataLoaderIter, *GENERATORS)
+HOLDERS: Final = (nn.Module, DataLoader, Sampler, Dataset)
+"""Places of torch's generators, which are in no list of objects themselves."""
+
+KINDS: Final = (Tensor, Optimizer, GradScaler, LRScheduler, _BaseDataLoaderIter, *GENERATORS, *HOLDERS)
 REACH: Final = 4
 """How deep a part of `stateful` is looked into for what it keeps: its attributes, their attributes, and so on."""
 
@@ -92,8 +97,8 @@ class LoopState:
         self._others(living)
         # Generators and their states when seen first, by address: those that never move need no place.
         self._draws: dict[int, tuple[Any, str]] = {}
-        for item in living:
-            if isinstance(item, GENERATORS):
+        for item in (*living, *_torch_generators(living)):
+            if isinstance(item, (*GENERATORS, torch.Generator)):
                 self._has_drawn(item)
         # Samples of the state that the loop took a copy of last: a module that holds it is there to evaluate. Of whole
         # tensors, and of the parts that modules outside of the model hold.
@@ -242,7 +247,8 @@ class LoopState:
 
     def _has_drawn(self, generator: Any) -> bool:
         try:
-            state = str(KeptGenerator(generator).state_dict())
+            values = KeptGenerator(generator).state_dict()
+            state = str(values["state"].tolist() if isinstance(generator, torch.Generator) else values)
         except NotImplementedError:  # the system's: it has no state
             return False
         _, first = self._draws.setdefault(id(generator), (generator, state))
@@ -253,10 +259,10 @@ class LoopState:
         others = [item for item in living if not issubclass(type(item), nn.Module | Tensor)]
         members = {id(member) for item in others for member in getattr(item, "_schedulers", ())}
         names = self._tensors.names
-        for item in others:
+        for item in (*others, *_torch_generators(living)):
             if id(item) in self._member_ids or id(item) in members:
                 continue
-            if isinstance(item, GENERATORS):
+            if isinstance(item, (*GENERATORS, torch.Generator)):
                 if self._has_drawn(item):
                     yield f"a generator ({type(item).__module__.partition('.')[0]}'s {type(item).__name__})"
             elif isinstance(item, Optimizer):
@@ -269,7 +275,7 @@ class LoopState:
             elif isinstance(item, LRScheduler):
                 if not any(map(_asks_run, getattr(item, "lr_lambdas", ()))):
                     yield f"the position of a {type(item).__name__}"
-            elif not self._has_position and _is_under_way(item):
+            elif isinstance(item, _BaseDataLoaderIter) and not self._has_position and _is_under_way(item):
                 yield "the position of a DataLoader (diloco_node.integrations has loaders that keep theirs)"
 
 
@@ -286,6 +292,14 @@ def living_objects(*kinds: type) -> list[Any]:
             edge += type.__subclasses__(kind)
     everything = gc.get_objects()
     return [*compress(everything, map(type_ids.__contains__, map(id, map(type, everything))))]
+
+
+def _torch_generators(living: Iterable[object]) -> list[torch.Generator]:
+    """Return generators of torch's that the script or its objects hold, but for those that are seeded each epoch."""
+    holders = [item for item in living if issubclass(type(item), HOLDERS) and not hasattr(type(item), "set_epoch")]
+    spaces = [getattr(item, "__dict__", {}) for item in (*holders, sys.modules.get("__main__"))]
+    values = [value for space in spaces for value in [*space.values()] if type(value) is torch.Generator]
+    return list({id(value): value for value in values if value is not torch.default_generator}.values())
 
 
 def _of_process() -> list[object]:

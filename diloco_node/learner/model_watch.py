@@ -15,8 +15,8 @@ stands, so versions are half undone. A copy is a state that looks like its param
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from operator import attrgetter
+from collections.abc import Callable, Iterable
+from operator import attrgetter, is_
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -30,10 +30,12 @@ from diloco_node.learner.layouts.tensors import ModelTensors, local_part
 from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.optimizer_record import TOLD, OptimizerRecord
 from diloco_node.learner.several_optimizers import check_kind, inner_of, kind_of, parameters_of
+from diloco_node.learner.state_watch import StateWatch, schedules_of
 from diloco_node.learner.tensor_forms import (
     REMEDY,
     TensorForms,
     TensorPlaces,
+    check_apart,
     check_not_replaced,
     is_clamped,
     sample_of,
@@ -73,8 +75,8 @@ class ModelWatch:
     """See the module. Made when the model holds the run's parameters; `close` takes the hooks away.
 
     Args:
-        tensors: the model's. warn: tells people what is odd, but no error. optimizer: that attach() was given.
-        is_auto: its steps are told, and not by the loop.
+        tensors: the model's. warn: tells people what is odd, but no error.
+        optimizer, stateful: that attach() was given. is_auto: its steps are told, and not by the loop.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class ModelWatch:
         tensors: ModelTensors,
         warn: Callable[[str], None],
         optimizer: torch.optim.Optimizer | None = None,
+        stateful: Iterable[object] = (),
         *,
         is_auto: bool = False,
     ) -> None:
@@ -90,15 +93,15 @@ class ModelWatch:
         members = [] if optimizer is None else inner_of(optimizer)
         # The optimizer whose steps are told, if not the loop itself tells them.
         self._counted = members[0] if is_auto else None
-        # The dictionaries of their moments, which a load replaces; empty once that was told.
-        self._moments = [(member, member.state) for member in members if "state" in vars(member)]
+        self._states = StateWatch(members, schedules_of(stateful), warn)
         # Merged tensors and masters, with their names.
         self._names = tensors.names
         self._forms = TensorForms(self._names)
         self._present = tensors.present()
         self._places = self._places_now()
-        # Those that have made a step; None for one that trains something else.
+        # Those that have made a step; None for one that trains something else. And what they held then.
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, OptimizerRecord | None] = WeakKeyDictionary()
+        self._holdings: WeakKeyDictionary[torch.optim.Optimizer, list[Tensor]] = WeakKeyDictionary()
         # Parameters that an optimizer holds, and that get no gradients.
         self._constants: set[Tensor] = set()
         followed = tensors.followed
@@ -111,11 +114,13 @@ class ModelWatch:
         # Their values as `attach` wrote them; empty once they were compared.
         self._written = [sample_of(tensor) for tensor in self._weights]
         # Steps without a write by the loop, None once there was one; until then how often each tensor was written to
-        # by this learner, and its values then.
+        # by this learner, and its values then. Begun again where optimizers write nothing, as long as that is news.
         self._still_steps: int | None = 0
         self._counts, self._standing = self._counts_now(), self._written
-        # Steps that the loop told; those that optimizers had made by the last multiple of STILL_STEPS of them.
-        self._told_steps = self._made_steps = 0
+        self._may_be_still = True
+        # Steps that the loop told; those that optimizers had made by the last multiple of STILL_STEPS of them, and of
+        # these the ones that wrote.
+        self._told_steps = self._made_steps = self._moves = 0
         # Those that this learner had written when it was asked last; -1: it was not.
         self._versions = -1
         # Once True nothing more is said of writes.
@@ -141,9 +146,10 @@ class ModelWatch:
         )
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Take the hooks away, and let go of the memory that was read."""
         for handle in self._handles:
             handle.remove()
+        self._optimizers.clear()
 
     def check(self, *, may_have_orders: bool = True) -> None:
         """Look at the model at a step boundary, before anything of it is sent, or changed by a version.
@@ -154,7 +160,7 @@ class ModelWatch:
         """
         self._check_model()
         self._check_still()
-        self._check_moments()
+        self._states.check()
         self._count_told()
         self.check_writes(is_sampled=may_have_orders or next(iter(self._weights)).is_cpu)
         self._hear_changes()
@@ -224,7 +230,10 @@ class ModelWatch:
         return [*map(_WRITES, self._names)]
 
     def _check_still(self) -> None:
-        """Notice a loop that trains another model, such as a copy: nobody writes to this one."""
+        """Notice a loop that trains another model, such as a copy: nobody writes to this one.
+
+        From the first step on that is an error; later a loop may train something else for a while, and is told.
+        """
         if self._still_steps is None:
             return
         self._still_steps = None if self._counts_now() != self._counts else self._still_steps + 1
@@ -232,30 +241,25 @@ class ModelWatch:
             self._still_steps = None
             samples = zip(self._weights, self._standing, strict=True)
             if all(torch.equal(sample_of(tensor), sample) for tensor, sample in samples):
-                raise LearnerError(
+                text = (
                     f"{STILL_STEPS} steps were told, and none of the {len(self._names)} tensors that attach() follows "
                     "was written to: the loop trains another model, such as a copy. Give attach() that one"
                 )
-
-    def _check_moments(self) -> None:
-        """Notice moments and settings that the loop loaded after `attach`, in place of the checkpoint's."""
-        for optimizer, state in self._moments:
-            if optimizer.state is not state:
-                self._moments = []
-                rates = {float(group["lr"]): None for group in optimizer.param_groups if "lr" in group}
-                self._warn(
-                    f"{kind_of(optimizer)} has another state than after attach(), as load_state_dict() gives it: its "
-                    f"moments, and settings such as lr (now {', '.join(f'{rate:g}' for rate in rates)}), are those "
-                    "that were loaded and not this learner's, at each start. Load before attach()"
-                )
-                return
+                if self._told_steps < STILL_STEPS:
+                    raise LearnerError(text)
+                self._warn(text)
 
     def _count_told(self) -> None:
         """Notice a step told for each micro-batch, after the first: a captured loop makes few, a scaler skips some."""
         self._told_steps += 1
         if self._told_steps % STILL_STEPS:
             return
-        before, self._made_steps = self._made_steps, sum(r.steps for r in self._optimizers.values() if r is not None)
+        records = [*filter(None, self._optimizers.values())]
+        before, self._made_steps = self._made_steps, sum(record.steps for record in records)
+        moves_before, self._moves = self._moves, sum(record.moves for record in records)
+        if self._moves <= moves_before and self._may_be_still and self._still_steps is None and self._told_steps > 0:
+            self._may_be_still, self._still_steps = False, 0
+            self._counts, self._standing = self._counts_now(), [sample_of(tensor) for tensor in self._weights]
         if self._told_steps > STILL_STEPS and 0 < 2 * (made := self._made_steps - before) <= STILL_STEPS:
             self._told_steps = -sys.maxsize  # never again
             self._warn(
@@ -273,6 +277,7 @@ class ModelWatch:
             record.before = {name: sample_of(tensor) for name, tensor in record.tensors.items()}
         record.counted_steps = self._counted_steps()
         record.is_stepping = True
+        self._states.check()
         if self._written:
             self._compare(is_trained=False)
         else:
@@ -285,13 +290,16 @@ class ModelWatch:
         if is_capturing():
             record.is_captured = True
             return
+        writes = record.writes
         record.note(is_step=True)
+        record.moves += record.writes != writes
         record.told_steps = self._told_steps
         for sibling in record.siblings:
             if sibling.sample is not None:
                 sibling.note(is_step=True)
         record.is_stepping = False
         record.steps += 1
+        self._states.stepped(optimizer)
         if self._counted not in (None, optimizer, *inner_of(optimizer)):
             self._check_counted(optimizer, record)
         if record.steps in COPY_LOOKS:
@@ -314,12 +322,11 @@ class ModelWatch:
 
     def _record_of(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord | None:
         """Return what is known of an optimizer; look at it when it is new, or has other parameters than before."""
-        size = sum(len(group["params"]) for group in optimizer.param_groups)
-        record = self._optimizers.get(optimizer)
-        is_thawed = any(map(_TRAINS, self._constants))
-        if optimizer in self._optimizers and (record is None or record.size == size) and not is_thawed:
-            return record
-        parameters = parameters_of(optimizer)
+        parameters, holding = parameters_of(optimizer), self._holdings.get(optimizer, ())
+        is_same = len(holding) == len(parameters) and all(map(is_, parameters, holding))
+        if optimizer in self._optimizers and is_same and not any(map(_TRAINS, self._constants)):
+            return self._optimizers[optimizer]
+        self._holdings[optimizer] = parameters
         # By the model as it is now: a layer that is unfrozen or new is in it, but is not followed.
         own_names = {parameter: name for name, parameter in self._tensors.present().items()}
         strangers = [parameter for parameter in parameters if parameter in own_names.keys() - self._names.keys()]
@@ -333,7 +340,7 @@ class ModelWatch:
         tensors = {self._names[parameter]: parameter for parameter in parameters if parameter in self._names}
         if tensors:
             check_kind(optimizer)
-        self._optimizers[optimizer] = record = OptimizerRecord(size, tensors) if tensors else None
+        self._optimizers[optimizer] = record = OptimizerRecord(tensors) if tensors else None
         for sibling in filter(None, self._optimizers.values()):
             if record is not None and sibling is not record and not sibling.tensors.keys().isdisjoint(tensors):
                 record.siblings.append(sibling)
@@ -439,6 +446,7 @@ class ModelWatch:
             )
         if not self._has_warned and not (may_be_restored and change == 0.0):
             self._has_warned = True
+            check_apart(self._tensors.followed)  # one that was tied by `.data` since
             self._warn(
                 f"{name!r} was written to by something else than its optimizer. What is written is merged as if it had "
                 "been trained: load weights before attach()"

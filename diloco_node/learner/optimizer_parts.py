@@ -8,6 +8,7 @@ moments that it had. Values that have not a parameter's shape, such as a count o
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -20,7 +21,14 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.shard_map import Box, ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
 from diloco_node.learner.schedules import Changes, is_same, script_settings, take_settings, tell_changes
-from diloco_node.learner.several_optimizers import inner_of, kind_of, parameters_of, settings_of
+from diloco_node.learner.several_optimizers import (
+    findings_of,
+    inner_of,
+    kind_of,
+    load_state,
+    parameters_of,
+    settings_of,
+)
 
 Json = dict[str, Any]
 
@@ -37,7 +45,7 @@ class Kept:
         rest: what is no tensor; `state` by index, `param_groups`, and `kind`, the optimizer's class. `narrow`: class
             and sign of those tensors that the optimizer holds in fewer bits; they are kept as floats. `script`: by
             group what the script had set at `attach`.
-        names: of the parameters, by index; "" for one that is not merged.
+        names: of the parameters, by index; "" for one that is not merged. A second optimizer of one has a longer name.
         boxes: of those tensors that have a value for each of their parameter's.
     """
 
@@ -76,20 +84,25 @@ class OptimizerParts:
         rank: int = 0,
     ) -> None:
         self._optimizer = optimizer
-        self._script = [script_settings(group, settings_of(optimizer)) for group in optimizer.param_groups]
+        self._script = [script_settings(group, findings_of(optimizer)) for group in optimizer.param_groups]
         # By group what only the loop had changed before the restart.
         self._drifts: list[Changes] = []
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        names = {} if tensors is None else tensors.names
-        self._names = [names.get(parameter, "") for parameter in self._parameters]
+        name_of = {} if tensors is None else tensors.names
+        names = [name_of.get(parameter, "") for parameter in self._parameters]
         self._boxes = [
-            tensors.boxes[name][0] if tensors is not None and name and tensors.boxes[name] else None
-            for name in self._names
+            tensors.boxes[name][0] if tensors is not None and name and tensors.boxes[name] else None for name in names
         ]
         self._is_kept = [
             box is None or shards is None or shards.owner(name, box) == rank
-            for name, box in zip(self._names, self._boxes, strict=True)
+            for name, box in zip(names, self._boxes, strict=True)
         ]
+        # Two optimizers may train one parameter, each with moments of its own.
+        counts: Counter[str] = Counter()
+        self._names = []
+        for name in names:
+            counts[name] += 1
+            self._names.append(f"{name} ({counts[name]})" if name and counts[name] > 1 else name)
 
     def keep(self) -> Kept:
         """Return what this rank keeps now; not copies.
@@ -146,23 +159,25 @@ class OptimizerParts:
         if first.rest.get("kind", kind) != kind:
             raise ValueError(f"it has the state of {first.rest['kind']}, here is {kind}")
         own_groups = self._optimizer.state_dict()["param_groups"]
-        groups = [dict(group) for group in first.rest["param_groups"]]
+        kept_groups = [dict(group) for group in first.rest["param_groups"]]
         for name, tensor in first.tensors.items():
             prefix, _, tail = name.partition(".")
             index, _, key = tail.partition(".")
             if prefix == "group":
-                groups[int(index)][key] = tensor
-        if len(groups) != len(own_groups):
-            raise ValueError(f"{len(groups)} groups of parameters were kept, {len(own_groups)} are there")
-        is_named, settings = any(self._names), settings_of(self._optimizer)
-        scripts = [*first.rest.get("script", ()), *({} for _ in groups)]
+                kept_groups[int(index)][key] = tensor
+        sizes, own_sizes = ([len(group["params"]) for group in groups] for groups in (kept_groups, own_groups))
+        if not any(self._names) and sizes != own_sizes:
+            raise ValueError(f"groups of {sizes} parameters were kept, {own_sizes} are there")
+        settings = settings_of(self._optimizer)
+        scripts = [*first.rest.get("script", ()), *({} for _ in kept_groups)]
         changes: Changes = {}
         # By parameter the states that a setting of the script asks for and no checkpoint has yet.
         additions: list[list[str]] = []
-        for at, (group, own_group, script) in enumerate(zip(groups, own_groups, scripts, strict=False)):
-            if not is_named and len(group["params"]) != len(own_group["params"]):
-                raise ValueError("another number of parameters was kept")
-            group["params"] = own_group["params"]
+        groups: list[Json] = []
+        for at, own_group in enumerate(own_groups):
+            place = self._place_of_group(at, own_group, kept_groups, first.names)
+            group, script = (dict(own_group), {}) if place is None else (dict(kept_groups[place]), scripts[place])
+            groups.append(group)
             group_changes, drifts = take_settings(group, own_group, settings, script, is_lowered=is_lowered)
             for key, pair in group_changes.items():
                 changes[key if changes.get(key) in (None, pair) else f"{key} of group {at}"] = pair
@@ -175,8 +190,21 @@ class OptimizerParts:
         for place, values in state.items():
             parameter = self._parameters[place].detach()
             values |= {key: torch.zeros_like(parameter) for key in additions[place] if key not in values}
-        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        load_state(self._optimizer, {"state": state, "param_groups": groups})
         tell_changes(changes)
+
+    def _place_of_group(self, at: int, own_group: Json, groups: Sequence[Json], names: Sequence[str]) -> int | None:
+        """Find the group of a checkpoint with most of the parameters of a group; None: it had none of them.
+
+        Groups may be in another order since, more or fewer. Parameters without a name are where they were.
+        """
+        own_names = {self._names[index] for index in own_group["params"]} - {""}
+        if not own_names:
+            return at if at < len(groups) else None
+        counts = Counter(
+            place for place, group in enumerate(groups) for index in group["params"] if names[index] in own_names
+        )
+        return counts.most_common(1)[0][0] if counts else None
 
     def tell_drifts(self) -> None:
         """Log what the loop had changed before the restart, and has not again by now; once."""

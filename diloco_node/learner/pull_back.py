@@ -4,9 +4,10 @@ An optimizer that averages with a copy of the weights, or interpolates with olde
 each merge. No single step proves that, for training moves the parameters as well. But training moves them alike from
 step to step, while what takes back does so at once: in the first step after a version, or in one of the next ten.
 
-So of each version's way the share is measured that each of the next steps takes back. The first step is compared with
-the later ones over several versions; and of ten steps the one that stands out. A step that the gradient itself leads
-back is no such thing. A copy that is followed slowly, by some percent a step, looks like training: it is not found.
+So of each version's way the share is measured that each of the next steps takes back. The part that gradient, its signs
+and the learner's own way before the version explain is taken off: descent and momentum lead back as well. The first
+step is compared with those some time later, over several versions; and of ten steps the one that stands out. Less than
+an eighth in each step is not found.
 
 Nothing waits for a device: the numbers are read when they are there.
 """
@@ -17,8 +18,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
-from typing import Final
+from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +58,11 @@ VERSIONS_MAX: Final = 64
 TRIALS_MAX: Final = 2
 """Versions that are looked at together: each costs some twenty kernels of a device in each step."""
 
-_NUMBERS: Final = 3
+COLLINEAR: Final = 1e-4
+"""Directions that are nearer to each other, by the square of their sine, count as one."""
+
+_DIRECTIONS: Final = 5
+"""The step, and what may explain it: see `PullBackCheck._measure`."""
 
 
 @dataclass(slots=True)
@@ -65,15 +71,28 @@ class _VersionTrial:
 
     Attributes:
         move: way of the version, and last: the values at the boundary before, samples on their device.
-        length: norm of `move`.
-        rows: per boundary (share of the way gained, cosine of gradient and way, whether anything moved).
+        progress: way of the learner itself since the version before of this fragment; zeros: nobody knows.
+        rows: per boundary the products of the directions of `_measure` with each other.
     """
 
     local: LocalFragment
     move: Tensor
     last: Tensor
-    length: Tensor
+    progress: Tensor
     rows: list[Tensor] = field(default_factory=list)
+
+
+class StepAfter(NamedTuple):
+    """A step after a version.
+
+    Attributes:
+        share: of the version's way that it gained. cosine: between gradient and way; 0 where there is no gradient.
+        rest: the share that gradient and momentum don't explain; None where one of the two is not known.
+    """
+
+    share: float
+    cosine: float = 0.0
+    rest: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +117,9 @@ class PullBackCheck:
         self._trials: dict[int, _VersionTrial] = {}
         self._late: dict[int, LateNumbers] = {}
         make: Callable[[int, int], Tensor] = page_locked if any(map(has_streams, tensors.devices)) else host_values
-        self._places = make(fragments, STEPS * _NUMBERS)
+        self._places = make(fragments, STEPS * _DIRECTIONS**2)
+        # By fragment the values after the version that was looked at last.
+        self._after: dict[int, Tensor] = {}
         self._verdicts: deque[_Verdict] = deque(maxlen=VERSIONS)
         # Versions that were begun, up to VERSIONS_MAX.
         self._versions = 0
@@ -117,8 +138,9 @@ class PullBackCheck:
         self._finish(local.index)
         if not self.is_done and len(self._trials) < TRIALS_MAX:
             self._versions += 1
-            move = after - before
-            self._trials[local.index] = _VersionTrial(local, move, after, move.norm())
+            progress = before - self._after.get(local.index, before)
+            self._trials[local.index] = _VersionTrial(local, after - before, after, progress)
+            self._after[local.index] = after
 
     def look(self) -> None:
         """Measure what the last step took back, and judge the versions whose numbers have come."""
@@ -133,13 +155,14 @@ class PullBackCheck:
                 self._judge(numbers)
 
     def _measure(self, trial: _VersionTrial) -> Tensor:
-        now, move = self._tensors.sample(trial.local), trial.move
-        gradient = self._tensors.sample_gradients(trial.local)
+        """Products of the last step, the version's way and what else may lead it: gradient, its signs, and the way that
+        the learner went before, which momentum goes on with."""
+        now, gradient = self._tensors.sample(trial.local), self._tensors.sample_gradients(trial.local)
         step, trial.last = now - trial.last, now
-        share, cosine = (step * move).sum() / trial.length.square(), torch.zeros_like(trial.length)
-        if gradient is not None:
-            cosine = ((gradient * move).sum() / (gradient.norm() * trial.length)).nan_to_num(0.0)
-        return torch.stack([share, cosine, (step != 0).any().float()])
+        if gradient is None:
+            gradient = torch.zeros_like(now)
+        directions = torch.stack([step, trial.move, gradient, gradient.sign(), trial.progress])
+        return (directions @ directions.T).flatten()
 
     def _finish(self, index: int) -> None:
         """Order the numbers of a version; they are lost where those of the one before are still on their way."""
@@ -148,27 +171,50 @@ class PullBackCheck:
             self._late[index] = LateNumbers(torch.cat(trial.rows), self._places[index])
 
     def _judge(self, numbers: Sequence[float]) -> None:
-        rows = [tuple(numbers[at : at + _NUMBERS]) for at in range(0, len(numbers), _NUMBERS)]
-        verdict = judge_version([(share, cosine) for share, cosine, has_moved in rows if has_moved])
+        verdict = judge_version(steps_of(numbers))
         if verdict is None or self.fault:
             return
         self._verdicts.append(verdict)
         self.fault = fault_of(list(self._verdicts))
 
 
-def judge_version(steps: Sequence[tuple[float, float]]) -> _Verdict | None:
-    """Judge a version by (share of its way gained, cosine of gradient and way) of each step; None: nothing to say."""
-    shares = [share for share, _ in steps]
+def steps_of(numbers: Sequence[float]) -> list[StepAfter]:
+    """Read what `_measure` gave of each step; those in which nothing moved are left out."""
+    products = np.array(numbers, np.float64).reshape(-1, _DIRECTIONS, _DIRECTIONS)
+    products = products[products[:, 0, 0] > 0.0]
+    if not np.isfinite(products).all() or not (products[:, 1, 1] > 0.0).all():
+        return []
+    lengths = np.sqrt(np.maximum(np.diagonal(products, axis1=1, axis2=2), np.finfo(np.float64).tiny))
+    cosines = products / (lengths[:, :, None] * lengths[:, None, :])
+    shares = np.linalg.pinv(cosines[:, 1:, 1:], rcond=COLLINEAR, hermitian=True) @ cosines[:, 1:, :1]
+    return [
+        StepAfter(
+            float(product[0, 1] / product[1, 1]),
+            float(cosine[1, 2]),
+            float(share[0, 0] * length[0] / length[1]) if product[2, 2] > 0.0 and product[4, 4] > 0.0 else None,
+        )
+        for product, share, length, cosine in zip(products, shares, lengths, cosines, strict=True)
+    ]
+
+
+def judge_version(steps: Sequence[StepAfter]) -> _Verdict | None:
+    """Judge a version by the steps after it; None: nothing to say."""
+    shares = [step.share for step in steps]
     if len(shares) < STEPS_MIN or not all(abs(share) < float("inf") for share in shares):
         return None
-    later = shares[1:]
-    # Training that slows down takes back less from step to step: the first one is expected where the next ones point.
-    usual = min(median(later), 2.0 * later[0] - later[1] if len(later) > 1 else later[0])
-    first = _beyond(usual - shares[0], later, steps[0][1])
+    rests = [step.rest for step in steps if step.rest is not None]
+    if len(rests) == len(shares):
+        later = rests[1:]
+        first = _beyond(median(later[len(later) // 2 :]) - rests[0], later, steps[0].cosine)
+    else:
+        # Training that slows down takes back less from step to step: the first is expected where the next ones point.
+        later = shares[1:]
+        usual = min(median(later), 2.0 * later[0] - later[1] if len(later) > 1 else later[0])
+        first = _beyond(usual - shares[0], later, steps[0].cosine)
     worst = min(range(len(shares)), key=shares.__getitem__)
     neighbours = [share for at, share in enumerate(shares) if at != worst]
     spread = median(abs(share - median(neighbours)) for share in neighbours)
-    jump = _beyond(median(neighbours) - shares[worst], neighbours, steps[worst][1])
+    jump = _beyond(median(neighbours) - shares[worst], neighbours, steps[worst].cosine)
     return _Verdict(first, len(shares) >= STEPS_OF_JUMP and jump >= max(SHARE, DEVIATIONS * spread))
 
 

@@ -26,6 +26,12 @@ BEGIN: Final = "initial_lr"
 SCHEDULE_KEYS: Final = (BEGIN, "max_lr", "min_lr", "base_momentum", "max_momentum")
 """Settings that schedules of torch's write into a group, and read there."""
 
+ROUNDED: Final = 1e-6
+"""A rate that was a tensor of float32 is the same as a number."""
+
+MEMBERS: Final = ("params", "param_names")
+"""Keys of a group's tensors; everything else in it is a setting or a state."""
+
 log = logging.getLogger("diloco_node.learner")
 
 
@@ -33,12 +39,12 @@ Changes = dict[str, tuple[Any, Any]]
 """By key of a group of parameters, values that differ: in the checkpoint, in the script."""
 
 
-def script_settings(group: Mapping[str, Any], settings: Collection[str]) -> dict[str, Any]:
-    """Return what a script has set in a group of parameters, as JSON; what is none is left out."""
-    values = {key: group[key] for key in (*settings, *SCHEDULE_KEYS) if key in group}
+def script_settings(group: Mapping[str, Any], findings: Collection[str]) -> dict[str, Any]:
+    """Return what a script has set in a group of parameters, as JSON; what is none, or a finding, is left out."""
     plain = {
         key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
-        for key, value in values.items()
+        for key, value in group.items()
+        if key not in MEMBERS and key not in findings
     }
     return {key: value for key, value in plain.items() if _is_plain(value)}
 
@@ -61,7 +67,8 @@ def take_settings(
 
     Args:
         group: from the checkpoint; changed. own_group: as the script has made it.
-        settings: the keys that are settings; others, such as a count of steps, stay.
+        settings: the keys that are settings. Others, such as a count of steps, stay, unless the script has changed
+            them: a key of its own, such as a factor of each layer's rate.
         before: as the script had made it in the life of the checkpoint (`script_settings`); empty: nobody knows.
         is_lowered: a kept schedule without a formula (`lowers_rates`) has changed the rate since then.
 
@@ -74,6 +81,9 @@ def take_settings(
     if None in begins and is_lowered:
         begins = before.get("lr"), own_group.get("lr")
     rates = _schedule_rates(begins, group["lr"]) if "lr" in group else None
+    group |= {key: own_group[key] for key in MEMBERS if key in own_group}
+    state_keys = (group.keys() | own_group.keys()) - {*settings, *SCHEDULE_KEYS, *MEMBERS}
+    changes |= _take_others(group, own_group, before, state_keys)
     for key in [key for key in (*settings, *SCHEDULE_KEYS) if key in group or key in own_group]:
         if key not in own_group:
             del group[key]
@@ -94,6 +104,22 @@ def take_settings(
     return changes, drifts
 
 
+def _take_others(
+    group: dict[str, Any], own_group: Mapping[str, Any], before: Mapping[str, Any], keys: Collection[str]
+) -> Changes:
+    """Take what is a state of the optimizer from the checkpoint, unless the script has set it to something else."""
+    changes: Changes = {}
+    for key in sorted(keys):
+        if key not in own_group:
+            if key in before:
+                del group[key]
+        elif key not in group or (key in before and not is_same(before[key], own_group[key])):
+            group[key] = own_group[key]
+            if before and _is_plain(group[key]):
+                changes[key] = before.get(key, "absent"), group[key]
+    return changes
+
+
 def _schedule_rates(begins: tuple[Any, Any], lr: Any) -> tuple[float, float, float] | None:
     """Return the rates that schedules begin with, in the checkpoint and here, and the rate now; None without any."""
     if None in begins or not float(begins[0]):
@@ -109,8 +135,8 @@ def lowers_rates(component: Any) -> bool:
 
 def is_same(old: Any, own: Any) -> bool:
     """Whether a value is the same after it was JSON."""
-    if isinstance(old, Tensor) or isinstance(own, Tensor):
-        return float(old) == float(own)
+    if isinstance(old, Tensor) or isinstance(own, Tensor) or (isinstance(old, float) and isinstance(own, float)):
+        return old is not None and own is not None and math.isclose(float(old), float(own), rel_tol=ROUNDED)
     return bool((list(old) if isinstance(old, tuple) else old) == (list(own) if isinstance(own, tuple) else own))
 
 
@@ -139,5 +165,6 @@ def place_schedule(schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 def tell_changes(changes: Changes) -> None:
     """Log what differs from the checkpoint, a line each."""
-    for key, (old, own) in changes.items():
+    for key, (old, new) in changes.items():
+        own = f"{float(new):g}" if isinstance(new, Tensor) else new
         log.warning("optimizer: %s is %s as the script sets it, not %s as in the checkpoint", key, own, old)

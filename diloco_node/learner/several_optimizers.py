@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from diloco_node.errors import LearnerError
 
@@ -99,9 +101,42 @@ def settings_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     return frozenset(names)
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def findings_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """Names of the other defaults: what it finds out by itself."""
+    return frozenset(key for inner in inner_of(optimizer) for key in inner.defaults) - settings_of(optimizer)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return all tensors in the optimizer's groups, in their order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a `state_dict`. Groups stay the objects that they are, and so do tensors in them: a script may hold them."""
+    handles = [
+        inner.register_load_state_dict_post_hook(partial(_keep_groups, inner.param_groups, [*inner.param_groups]))
+        for inner in inner_of(optimizer)
+        if hasattr(inner, "_optimizer_load_state_dict_post_hooks")
+    ]
+    try:
+        optimizer.load_state_dict(state)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def _keep_groups(groups: list[dict[str, Any]], members: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    """Move what was loaded into the groups from before."""
+    for group, source in zip(members, optimizer.param_groups, strict=True):
+        for key, value in source.items():
+            own = group.get(key)
+            if isinstance(own, Tensor) and isinstance(value, Tensor) and own.shape == value.shape:
+                own.copy_(value)
+            else:
+                group[key] = value
+    groups[:] = members
+    optimizer.param_groups = groups
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
@@ -109,9 +144,7 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         self.parts = tuple(members)
-        super().__init__(
-            [parameter for member in members for group in member.param_groups for parameter in group["params"]], {}
-        )
+        super().__init__([*dict.fromkeys(parameter for member in members for parameter in parameters_of(member))], {})
         self._share_groups()
 
     def _share_groups(self) -> None:

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -363,6 +364,22 @@ def test_a_script_that_exits_without_a_fault_has_left_in_order(folder: Path, cod
         with pytest.raises(SystemExit), diloco_node.attach(toy.model, toy.optimizer):
             sys.exit(code)
         assert daemon.wait_for(Done).step == 0
+
+
+def test_a_generator_that_nobody_asks_any_more_has_left_in_order(folder: Path) -> None:
+    toy = Toy()
+
+    def losses() -> Iterator[int]:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            while True:
+                toy.step(diloco)
+                yield diloco.steps
+
+    with FakeDaemon(folder) as daemon:
+        training = losses()
+        assert next(training) == 1
+        training.close()  # type: ignore[attr-defined]
+        assert daemon.wait_for(Done).step == 1
 
 
 def test_a_wish_for_the_end_is_told_though_an_exception_follows(folder: Path) -> None:

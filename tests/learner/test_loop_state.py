@@ -283,9 +283,22 @@ def pythons(_: Loop) -> tuple[Any, Callable[[], None]]:
     return generator, generator.random  # type: ignore[return-value]
 
 
+def torchs_in_a_loader(_: Loop) -> tuple[Any, Callable[[], None]]:
+    loader = torch.utils.data.DataLoader(list(range(8)), shuffle=True, generator=torch.Generator().manual_seed(1))
+    return loader, lambda: list(loader)  # type: ignore[return-value]
+
+
+def torchs_in_a_module(_: Loop) -> tuple[Any, Callable[[], None]]:
+    noise = nn.Identity()
+    noise.own = torch.Generator().manual_seed(1)
+    return noise, lambda: torch.rand((), generator=noise.own, device="cpu")  # type: ignore[arg-type, return-value]
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
+        (torchs_in_a_loader, "a generator (torch's Generator)"),
+        (torchs_in_a_module, "a generator (torch's Generator)"),
         (moments, "the moments of AdamW, which attach() was not given"),
         (numpys, "a generator (numpy's Generator)"),
         (old_numpys, "a generator (numpy's RandomState)"),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import collections
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -207,6 +210,73 @@ def test_an_optimizer_may_hold_frozen_parameters_until_they_are_unfrozen(folder:
         model[0].requires_grad_(True)
         with pytest.raises(LearnerError, match=r"trains 2 parameters.*such as '0\.weight'.*alone"):
             train(model, second if is_alone else optimizer, diloco)
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+def test_as_many_other_parameters_in_an_optimizers_groups_are_named(folder: Path, has_own: bool) -> None:
+    model, critic = net(), nn.Linear(3, 3)
+    model[2].requires_grad_(False)
+    optimizer = make(model)
+    other = torch.optim.SGD(model[1].parameters() if has_own else critic.parameters(), lr=0.1)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, 2)
+        other.step()
+        model[2].requires_grad_(True)
+        other.param_groups[0]["params"][:] = model[2].parameters()
+        with pytest.raises(LearnerError, match=r"trains 2 parameters of the model that attach\(\) does not follow"):
+            other.step()
+
+
+@pytest.mark.parametrize("has_own_optimizer", [True, False])
+def test_a_loop_that_goes_over_to_a_copy_in_mid_run_is_told(folder: Path, has_own_optimizer: bool) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, STILL_STEPS)
+        twin = copy.deepcopy(model)
+        optimizer.zero_grad()
+        optimizer = make(twin) if has_own_optimizer else optimizer
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
+        for _ in range(2 * STILL_STEPS):
+            twin(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            diloco.step(tokens=4)
+        assert "the loop trains another model, such as a copy" in daemon.wait_for(Warned).text
+
+
+def test_parameters_that_are_tied_by_data_in_mid_run_are_refused(folder: Path) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, 2)
+        model[1].bias.data = model[0].bias.data
+        with pytest.raises(LearnerError, match="two parameters with the same memory"):
+            train(model, optimizer, diloco, 2)
+
+
+@pytest.mark.no_device("memory of the host")
+def test_memory_that_a_parameter_had_is_free_at_the_next_step_and_after_the_end(folder: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    alive: list[bool] = []
+
+    def place() -> None:
+        rows = np.array(model[1].weight.detach().numpy())
+        weakref.finalize(rows, alive.pop)
+        alive.append(True)
+        model[1].weight.data = torch.from_numpy(rows)
+
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        place()
+        train(model, optimizer, diloco, 2)
+        model[1].weight.data = model[1].weight.data.clone()
+        train(model, optimizer, diloco)
+        assert not alive
+        place()
+        train(model, optimizer, diloco)
+    model[1].weight.data = model[1].weight.data.clone()
+    gc.collect()
+    assert not alive
 
 
 def test_parameters_may_be_frozen_in_some_epochs(folder: Path) -> None:

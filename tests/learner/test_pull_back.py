@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.pull_back import VERSIONS, VERSIONS_MAX, PullBackCheck, fault_of, judge_version
+from diloco_node.learner.pull_back import VERSIONS, VERSIONS_MAX, PullBackCheck, StepAfter, fault_of, judge_version
 from diloco_node.learner.revert import RevertCheck
 from tests.learner.layouts.test_tensors import parts
 
@@ -98,6 +98,33 @@ def taking_back(part: float, *, every: int = 1, kind: str = "adamw") -> Callable
     return make
 
 
+def pulling(follow: float, *, kind: str = "adamw") -> Callable[[nn.Module], Step]:
+    """Each step goes a fifth of the way to a copy, which follows by a share of it: less is taken back at each step."""
+
+    def make(model: nn.Module) -> Step:
+        inner = plain(kind, 1e-3)(model)
+        copies = [parameter.detach().clone() for parameter in model.parameters()]
+
+        def step() -> None:
+            inner()
+            with torch.no_grad():
+                for parameter, copy in zip(model.parameters(), copies, strict=True):
+                    parameter.lerp_(copy, 0.2)
+                    copy.lerp_(parameter, follow)
+
+        return step
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "momentum"])
+@pytest.mark.parametrize("follow", [0.0, 0.01, 0.1])
+def test_a_fifth_of_the_way_to_a_copy_that_follows_slowly_is_found_within_ten_merges(kind: str, follow: float) -> None:
+    training = Training(pulling(follow, kind=kind))
+    assert training.merges_until_found(10, every=12, way=1.0) is not None
+    assert "takes back" in training.warning
+
+
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "momentum"])
 @pytest.mark.parametrize("every", [3, 6, 12, pytest.param(40, marks=pytest.mark.no_device("as long as all others"))])
 def test_a_fifth_that_is_taken_back_at_once_is_found_within_ten_merges(kind: str, every: int) -> None:
@@ -140,15 +167,15 @@ def test_it_is_told_once_and_nothing_is_looked_at_for_ever() -> None:
 
 def test_numbers_that_are_none_say_nothing() -> None:
     assert judge_version([]) is None
-    assert judge_version([(-0.2, 0.0)]) is None
-    assert judge_version([(math.nan, 0.0), (0.0, 0.0), (0.0, 0.0)]) is None
-    assert judge_version([(math.inf, 0.0), (0.0, 0.0)]) is None
+    assert judge_version([StepAfter(-0.2)]) is None
+    assert judge_version([StepAfter(math.nan), StepAfter(0.0), StepAfter(0.0)]) is None
+    assert judge_version([StepAfter(math.inf), StepAfter(0.0)]) is None
     assert fault_of([]) == ""
 
 
 def test_what_the_gradient_leads_back_is_training() -> None:
-    led = judge_version([(-0.3, 0.9)] + [(0.0, 0.0)] * 9)
-    pulled = judge_version([(-0.3, 0.1)] + [(0.0, 0.0)] * 9)
+    led = judge_version([StepAfter(-0.3, 0.9)] + [StepAfter(0.0)] * 9)
+    pulled = judge_version([StepAfter(-0.3, 0.1)] + [StepAfter(0.0)] * 9)
     assert led is not None
     assert pulled is not None
     assert fault_of([led] * VERSIONS) == ""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from diloco_node.learner.checkpoint import CheckpointWriter, TrainingProgress
+from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.optimizer_parts import OptimizerParts
 from diloco_node.learner.schedules import place_schedule
 from tests.kit.learner_kit import read_newest
@@ -18,14 +19,16 @@ from tests.kit.learner_kit import read_newest
 PROGRESS = TrainingProgress("model", incarnation=1, global_step=12, step=12, tokens=9)
 
 
-def restart(folder: Path, old: Any, new: Any, **stateful: tuple[Any, Any]) -> None:
+def restart(folder: Path, old: Any, new: Any, *, parts: Any = None, new_parts: Any = None, **stateful: Any) -> None:
     """Keep what `old` has, as JSON and tensors, and give it to what a new script has made."""
     writer = CheckpointWriter(folder)
-    writer.save(PROGRESS, OptimizerParts(old), {name: pair[0] for name, pair in stateful.items()}, is_waiting=True)
+    states = {name: pair[0] for name, pair in stateful.items()}
+    writer.save(PROGRESS, parts or OptimizerParts(old), states, is_waiting=True)
     writer.wait()
     checkpoint = read_newest(folder, "model")
     assert checkpoint is not None
-    checkpoint.restore(OptimizerParts(new), {name: pair[1] for name, pair in stateful.items()}, rng=False)
+    states = {name: pair[1] for name, pair in stateful.items()}
+    checkpoint.restore(new_parts or OptimizerParts(new), states, rng=False)
 
 
 def adamw(steps: int = 0, **settings: Any) -> torch.optim.AdamW:
@@ -64,8 +67,8 @@ def test_settings_of_several_groups_are_told_each(tmp_path: Path, caplog: pytest
 
     with caplog.at_level(logging.WARNING):
         restart(tmp_path, build(0.1, 0.2, 0.1), build(0.3, 0.4, 0.3))
-    told = [record.message.partition(" as the")[0] for record in caplog.records]
-    assert told == ["optimizer: lr is 0.3", "optimizer: lr of group 1 is 0.4"]
+    messages = [record.message.partition(" as the")[0] for record in caplog.records]
+    assert messages == ["optimizer: lr is 0.3", "optimizer: lr of group 1 is 0.4"]
 
 
 def test_equal_settings_are_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -140,9 +143,73 @@ def test_a_state_that_the_script_asks_for_since_begins_as_at_a_first_step(
 
 def test_a_count_that_an_optimizer_keeps_in_its_groups_is_no_setting(tmp_path: Path) -> None:
     old, new = adamw(1), adamw()
-    old.param_groups[0]["k"], new.param_groups[0]["k"] = 7, 0
-    restart(tmp_path, old, new)
+    old.param_groups[0]["k"] = new.param_groups[0]["k"] = 0
+    parts = OptimizerParts(old)
+    old.param_groups[0]["k"] = 7
+    restart(tmp_path, old, new, parts=parts)
     assert new.param_groups[0]["k"] == 7
+
+
+def grouped(*, order: tuple[int, ...] = (0, 1), factor: float = 0.5, steps: int = 0) -> tuple[nn.Module, Any]:
+    """An optimizer with a group for matrices and another for biases, or a single one, and what it trains."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    groups = [
+        {"params": [layer.weight for layer in model], "lr": 1e-2, "factor": factor},
+        {"params": [layer.bias for layer in model], "lr": 1e-3, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW([groups[at] for at in order] if order else model.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def restart_grouped(folder: Path, old: tuple[nn.Module, Any], new: tuple[nn.Module, Any], **stateful: Any) -> None:
+    """As `restart`, where the parameters have names."""
+    parts, new_parts = (OptimizerParts(optimizer, ModelTensors(model)) for model, optimizer in (old, new))
+    restart(folder, old[1], new[1], parts=parts, new_parts=new_parts, **stateful)
+    pairs = zip(old[0].parameters(), new[0].parameters(), strict=True)
+    assert all(torch.equal(old[1].state[a]["exp_avg"], new[1].state[b]["exp_avg"]) for a, b in pairs)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> set[str]:
+    return {record.message for record in caplog.records if record.message.startswith("optimizer: ")}
+
+
+def test_groups_in_another_order_are_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old, new = grouped(steps=3), grouped(order=(1, 0))
+    schedules = [
+        lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0, lambda step: 0.5**step][::turn])
+        for (_, optimizer), turn in ((old, 1), (new, -1))
+    ]
+    rates(old[1], schedules[0], 2)
+    with caplog.at_level(logging.WARNING):
+        restart_grouped(tmp_path, old, new, schedule=schedules)
+    assert [group["lr"] for group in new[1].param_groups] == pytest.approx([2.5e-4, 1e-2])
+    assert told(caplog) == set()
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_groups_that_were_split_or_joined_have_the_scripts_settings_and_all_moments(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_split: bool
+) -> None:
+    orders: list[tuple[int, ...]] = [(), (0, 1)] if is_split else [(0, 1), ()]
+    old, new = grouped(order=orders[0], steps=3), grouped(order=orders[1])
+    with caplog.at_level(logging.WARNING):
+        restart_grouped(tmp_path, old, new)
+    now = [(group["lr"], group["weight_decay"], group.get("factor")) for group in new[1].param_groups]
+    assert now == ([(1e-2, 0.01, 0.5), (1e-3, 0.0, None)] if is_split else [(1e-3, 0.01, None)])
+    assert "optimizer: lr is " in caplog.text
+
+
+def test_a_key_of_the_scripts_own_in_a_group_is_the_scripts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old, new = grouped(steps=3), grouped(factor=0.7)
+    with caplog.at_level(logging.WARNING):
+        restart_grouped(tmp_path, old, new)
+    assert new[1].param_groups[0]["factor"] == 0.7
+    assert told(caplog) == {"optimizer: factor is 0.7 as the script sets it, not 0.5 as in the checkpoint"}
 
 
 class Adapting(torch.optim.SGD):
@@ -153,6 +220,19 @@ class Adapting(torch.optim.SGD):
         self.defaults |= {"d0": d0, "d": d0, "k": 0, "growth": growth}
         for group in self.param_groups:
             group |= {"d0": d0, "d": d0, "k": 0, "growth": growth}
+
+
+@pytest.mark.parametrize("rate", [torch.tensor(1e-3), torch.tensor(5e-4)])
+def test_a_rate_that_became_a_tensor_is_told_where_it_is_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rate: torch.Tensor
+) -> None:
+    new = adamw(lr=rate, foreach=False)
+    with caplog.at_level(logging.WARNING):
+        restart(tmp_path, adamw(3, lr=1e-3), new)
+    assert new.param_groups[0]["lr"] is rate
+    is_other = float(rate) < 1e-3
+    expected = {"optimizer: lr is 0.0005 as the script sets it, not 0.001 as in the checkpoint"} if is_other else set()
+    assert {message for message in told(caplog) if ": lr " in message} == expected
 
 
 def test_what_an_optimizer_has_found_out_is_no_setting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ from torch import nn
 
 import diloco_node
 from diloco_node.errors import LearnerError
+from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.optimizer_parts import OptimizerParts
 from diloco_node.learner.several_optimizers import SeveralOptimizers, as_one, kind_of
 
@@ -49,6 +50,56 @@ def test_a_loop_that_steps_each_by_itself_has_both_states_kept() -> None:
         state["exp_avg"].tolist() for state in parts[0].state_dict()["state"].values()
     ]
     assert len(moments) == 2
+
+
+def test_two_optimizers_of_one_parameter_each_go_on_with_their_own_moments() -> None:
+    def build() -> tuple[ModelTensors, list[torch.optim.Optimizer], OptimizerParts]:
+        model = nn.Linear(3, 2)
+        members: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(model.parameters(), betas=(b, 0.9)) for b in (0.9, 0.1)
+        ]
+        both, tensors = as_one(members), ModelTensors(model)
+        assert both is not None
+        return tensors, members, OptimizerParts(both, tensors)
+
+    tensors, members, parts = build()
+    for number, optimizer in enumerate((*members, members[1])):
+        for parameter in tensors.names:
+            parameter.grad = torch.full_like(parameter, number + 1.0)
+        optimizer.step()
+    _, fresh, again = build()
+    again.restore([parts.keep()])
+    for before, after in zip(members, fresh, strict=True):
+        pairs = zip(before.state.values(), after.state.values(), strict=True)
+        assert all(torch.equal(old["exp_avg"], new["exp_avg"]) for old, new in pairs)
+        assert [float(values["step"]) for values in after.state.values()] == [
+            float(values["step"]) for values in before.state.values()
+        ]
+    first, second = (next(iter(optimizer.state.values()))["exp_avg"] for optimizer in fresh)
+    assert not torch.equal(first, second)
+
+
+def test_groups_and_rates_that_a_script_holds_stay_the_optimizers_after_a_restart() -> None:
+    def build() -> tuple[list[torch.optim.Optimizer], OptimizerParts]:
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+        rate = torch.tensor(0.1)
+        members: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(model[0].parameters(), lr=rate, foreach=False),
+            torch.optim.SGD(model[1].parameters(), lr=0.2),
+        ]
+        both = as_one(members)
+        assert both is not None
+        return members, OptimizerParts(both, ModelTensors(model))
+
+    _, parts = build()
+    fresh, again = build()
+    groups, rate = [optimizer.param_groups for optimizer in fresh], fresh[0].param_groups[0]["lr"]
+    again.restore([parts.keep()])
+    rate.fill_(0.5)
+    groups[1][0]["lr"] = 0.7
+    assert float(fresh[0].param_groups[0]["lr"]) == 0.5
+    assert fresh[1].param_groups[0]["lr"] == 0.7
+    assert [group["lr"] for group in again._optimizer.param_groups] == [rate, 0.7]
 
 
 def test_a_group_that_was_taken_out_in_mid_run_ends_the_checkpoints_in_words() -> None:
