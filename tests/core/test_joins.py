@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from diloco_node.core.recovery import fetches
 from diloco_node.lab.sim.daemon_host import DaemonHost
 from diloco_node.lab.sim.world import MS
 from tests.core.test_members import merged, order, roster, start, stop
@@ -25,6 +26,12 @@ def is_fetching(small: Small, name: str) -> bool:
     """A state or payload is on its way to it."""
     core = small.hosts[name].core
     return core is not None and bool(core.view().fetching)
+
+
+def states_fetched(small: Small, name: str) -> list[int]:
+    """Fragments whose state it has sent for, in that order."""
+    notes = [note for region, note in small.notes if region == name and note.text.startswith("state from")]
+    return [note.fragment for note in notes]
 
 
 def holds_state(small: Small, name: str) -> bool:
@@ -70,6 +77,28 @@ def test_a_joiner_that_dies_in_a_phase_joins_with_its_next_start(patch: pytest.M
     count = len(small.bodies())
     small.go(5)
     assert joiner in merged(small, count)
+    small.settle()
+
+
+def test_a_joiner_that_dies_fetches_no_fragment_again_that_has_come_whole(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fetches, "FETCHES_MAX", 1)
+    small = Small(patch, 4, joiners=1, summary_entries=12)
+    (joiner,) = small.sim.setup.joiners
+    host = small.hosts[joiner]
+    small.go(12)
+    assert order(small, joiner, "contributor") == ""
+    start(small, joiner)
+    small.sim.run_until(lambda: len(states_fetched(small, joiner)) == 3)  # the third is on its way
+    kept = {fragment for fragment, state in host.disk.states.items() if state.version}
+    assert kept == set(states_fetched(small, joiner)[:2])
+    host.kill_daemon()
+    small.notes.clear()
+    host.start_daemon()
+    small.go(6)
+    assert is_named(small, joiner)
+    again = states_fetched(small, joiner)
+    assert len(again) == 2
+    assert not kept & set(again)
     small.settle()
 
 
