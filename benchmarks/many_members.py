@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -149,15 +149,13 @@ def _means(counts: Counter[str], groups: dict[str, set[str]], seconds: float) ->
     }
 
 
-def measure(members: Sequence[int], voters: int, seconds: float) -> list[dict[str, Any]]:
-    """One row for each number of members."""
-    rows = []
+def measure(members: Sequence[int], voters: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """One row for each number of members, as soon as it is there."""
     for count in members:
         begin_s = time.monotonic()
         run = ManyMembers(count, min(voters, count))
         run.grow()
-        rows.append(run.measure(seconds) | {"took_s": time.monotonic() - begin_s})
-    return rows
+        yield run.measure(seconds) | {"took_s": time.monotonic() - begin_s}
 
 
 def main() -> int:
@@ -170,7 +168,7 @@ def main() -> int:
     arguments = parser.parse_args()
     for row in measure([int(word) for word in arguments.members.split(",")], arguments.voters, arguments.seconds):
         if arguments.json:
-            sys.stdout.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
             continue
         print(
             f"{row['members']} members: {row['rounds_per_minute']:.0f} rounds a minute, "
@@ -178,7 +176,7 @@ def main() -> int:
         )
         for kind, messages in row["messages_per_s"].items():
             if messages is not None:
-                print(f"  {kind:<12}{messages:8.1f} messages/s {row['bytes_per_s'][kind] / 1000:8.1f} kB/s")
+                print(f"  {kind:<12}{messages:8.1f} messages/s {row['bytes_per_s'][kind] / 1000:8.1f} kB/s", flush=True)
     return 0
 
 
