@@ -3,7 +3,7 @@
     python benchmarks/many_members.py [--members 8,32,64] [--voters 5] [--seconds 30] [--json]
 
 Steps take 100 ms, H = 8, P = 4, heartbeats and elections as by default; 20 ms one way, no loss. The founders are the
-voters. All others join as contributors, one after the other, and then it is measured. Tensors are a few hundred values,
+voters. All others are added as contributors, start at once, and then it is measured. Tensors are a few hundred values,
 so bytes of bulk transfers mean nothing here. What is counted is what each member sends in control frames.
 """
 
@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -32,6 +32,9 @@ from diloco_node.lab.sim.world import MS, SECOND, FakeLink
 
 SEED = 1
 PATIENCE_S = 30
+SETTLE_S = 8
+"""From the start of all joiners until it is measured: the rounds tell whether all are in them by then."""
+
 USUAL = RunSettings()
 
 
@@ -97,14 +100,15 @@ class ManyMembers:
         self.go(6)
         for name in self.sim.setup.joiners:
             end_ns = self.sim.world.now_ns + PATIENCE_S * SECOND
-            self.sim.start_region(name)
-            self.sim.honest[name] = self.sim.hosts[name]
             while not self._is_member(name):
                 if self.sim.world.now_ns > end_ns:
                     raise RuntimeError(f"{name} is no member after {PATIENCE_S} s")
                 self._order(name)
-                self.go(0.5)
-        self.go(10)
+                self.go(0.3)
+        for name in self.sim.setup.joiners:  # all at once: a second with all members costs many with few
+            self.sim.start_region(name)
+            self.sim.honest[name] = self.sim.hosts[name]
+        self.go(SETTLE_S)
 
     def _leader(self) -> Any:
         cores = (host.core for host in self.sim.hosts.values() if host.core is not None)
@@ -149,15 +153,13 @@ def _means(counts: Counter[str], groups: dict[str, set[str]], seconds: float) ->
     }
 
 
-def measure(members: Sequence[int], voters: int, seconds: float) -> list[dict[str, Any]]:
-    """One row for each number of members."""
-    rows = []
+def measure(members: Sequence[int], voters: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """One row for each number of members, as soon as it is there."""
     for count in members:
         begin_s = time.monotonic()
         run = ManyMembers(count, min(voters, count))
         run.grow()
-        rows.append(run.measure(seconds) | {"took_s": time.monotonic() - begin_s})
-    return rows
+        yield run.measure(seconds) | {"took_s": time.monotonic() - begin_s}
 
 
 def main() -> int:
@@ -170,7 +172,7 @@ def main() -> int:
     arguments = parser.parse_args()
     for row in measure([int(word) for word in arguments.members.split(",")], arguments.voters, arguments.seconds):
         if arguments.json:
-            sys.stdout.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
             continue
         print(
             f"{row['members']} members: {row['rounds_per_minute']:.0f} rounds a minute, "
@@ -178,7 +180,7 @@ def main() -> int:
         )
         for kind, messages in row["messages_per_s"].items():
             if messages is not None:
-                print(f"  {kind:<12}{messages:8.1f} messages/s {row['bytes_per_s'][kind] / 1000:8.1f} kB/s")
+                print(f"  {kind:<12}{messages:8.1f} messages/s {row['bytes_per_s'][kind] / 1000:8.1f} kB/s", flush=True)
     return 0
 
 

@@ -34,6 +34,9 @@ TIMEOUT_S: Final = 5.0
 POLL_S: Final = 2.0
 """Between two looks at whether the region is listed."""
 
+PATIENCE_S: Final = 60.0
+"""So long nobody may answer at first: a member that is being started again does then."""
+
 USUAL_PORT: Final = 7400
 PATH_SETTINGS: Final = frozenset({"run.state_dir", "run.certs_dir"})
 
@@ -97,7 +100,7 @@ def join_run(
             _count_again(path, certs_dir / region, identity, address, own_address)
         return
     _check_folder(state_dir / region, identity.run_id)
-    peer, answer = _until_listed(certs_dir / region, identity, address, own_address)
+    peer, answer = _until_listed(certs_dir / region, identity, address, own_address, patience_s=PATIENCE_S)
     _write(path, _toml(region, address, peer, answer, flags=flags, assignments=assignments))
     _say(f"{region} is a member of run {identity.run_id}: {path} is written, and the next start needs no --join")
 
@@ -105,7 +108,7 @@ def join_run(
 def _count_again(path: Path, folder: Path, identity: Identity, address: str, own_address: str | None) -> None:
     """Write how many changes of the members there were by now; see `_until_listed`."""
     try:
-        _, answer = _until_listed(folder, identity, address, own_address)
+        _, answer = _until_listed(folder, identity, address, own_address, patience_s=0.0)
     except PeersUnreachable as error:
         _say(f"{error}: {identity.region} goes on with {path} as it is")
         return
@@ -151,22 +154,29 @@ def _check_folder(folder: Path, run_id: str) -> None:
         )
 
 
-def _until_listed(folder: Path, identity: Identity, address: str, own_address: str | None) -> tuple[str, PeerAnswer]:
+def _until_listed(
+    folder: Path, identity: Identity, address: str, own_address: str | None, *, patience_s: float
+) -> tuple[str, PeerAnswer]:
     """Ask the member until it shows this region among the others.
 
     Args:
         folder: of the certificate. address: the member's. own_address: where the others are to dial this region.
+        patience_s: how long nobody may answer, before the first answer.
 
     Returns: the member's name, and its answer with the run.
     """
-    is_told = False
+    is_told = is_silence_told = False
+    end_s = time.monotonic() + patience_s
     while True:
         try:
             peer, own_host, answer = _ask(folder, identity, address)
-        except PeersUnreachable:
-            if not is_told:
+        except PeersUnreachable as error:
+            if not is_told and time.monotonic() >= end_s:
                 raise
-            time.sleep(POLL_S)  # a member that is started again, while this region waits
+            if not is_told and not is_silence_told:
+                is_silence_told = True
+                _say(f"{error}. This tries again for {patience_s:.0f} s")
+            time.sleep(POLL_S)
             continue
         run = answer.run
         if run is None:

@@ -26,6 +26,7 @@ FLAGS = ("run.state_dir", "run.certs_dir", "regions.d.address", "regions.d.admin
 @pytest.fixture
 async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(join, "PATIENCE_S", 0.0)
     async with meshed(tmp_path) as mesh:
         add_regions(tmp_path / "run", ["d"])
         yield mesh
@@ -113,6 +114,22 @@ async def test_who_is_not_listed_says_how_to_be_and_waits(
     first, second = capsys.readouterr().err.splitlines()
     assert "`diloco-node members add d a --address d.example:7400 --ca-key ca.key`. This waits for it" in first
     assert "d is a member of run run1: run.toml is written" in second
+
+
+async def test_a_member_that_starts_just_now_is_waited_for(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a service manager that starts `start --join` again five times has given up before the member is back."""
+    monkeypatch.setattr(join, "POLL_S", 0.01)
+    monkeypatch.setattr(join, "PATIENCE_S", 60.0)
+    place, ask = await member(mesh, lambda: run_of("a", "b", "d")), join._ask
+    places = ["127.0.0.1:1", "127.0.0.1:1", place]
+    monkeypatch.setattr(join, "_ask", lambda folder, identity, _: ask(folder, identity, places.pop(0)))
+    await joined(place)
+    first, second = capsys.readouterr().err.splitlines()
+    assert "nobody answers there" in first
+    assert first.endswith("This tries again for 60 s")
+    assert "d is a member of run run1" in second
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""Joins that go wrong: several at once, a joiner that dies in each phase, and a leader that is removed."""
+"""Joins that go wrong: several at once, a joiner that dies in each phase or whose disk is full, and who comes back."""
 
 from collections.abc import Callable
 
 import pytest
 
+from diloco_node.core.recovery import fetches
+from diloco_node.lab.sim.daemon_host import DaemonHost
 from diloco_node.lab.sim.world import MS
 from tests.core.test_members import merged, order, roster, start, stop
 from tests.kit.small_world import Small
@@ -24,6 +26,12 @@ def is_fetching(small: Small, name: str) -> bool:
     """A state or payload is on its way to it."""
     core = small.hosts[name].core
     return core is not None and bool(core.view().fetching)
+
+
+def states_fetched(small: Small, name: str) -> list[int]:
+    """Fragments whose state it has sent for, in that order."""
+    notes = [note for region, note in small.notes if region == name and note.text.startswith("state from")]
+    return [note.fragment for note in notes]
 
 
 def holds_state(small: Small, name: str) -> bool:
@@ -69,6 +77,76 @@ def test_a_joiner_that_dies_in_a_phase_joins_with_its_next_start(patch: pytest.M
     count = len(small.bodies())
     small.go(5)
     assert joiner in merged(small, count)
+    small.settle()
+
+
+def test_a_joiner_that_dies_fetches_no_fragment_again_that_has_come_whole(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fetches, "FETCHES_MAX", 1)
+    small = Small(patch, 4, joiners=1, summary_entries=12)
+    (joiner,) = small.sim.setup.joiners
+    host = small.hosts[joiner]
+    small.go(12)
+    assert order(small, joiner, "contributor") == ""
+    start(small, joiner)
+    small.sim.run_until(lambda: len(states_fetched(small, joiner)) == 3)  # the third is on its way
+    kept = {fragment for fragment, state in host.disk.states.items() if state.version}
+    assert kept == set(states_fetched(small, joiner)[:2])
+    host.kill_daemon()
+    small.notes.clear()
+    host.start_daemon()
+    small.go(6)
+    assert is_named(small, joiner)
+    again = states_fetched(small, joiner)
+    assert len(again) == 2
+    assert not kept & set(again)
+    small.settle()
+
+
+def test_a_joiner_whose_disk_is_full_joins_once_there_is_room(patch: pytest.MonkeyPatch) -> None:
+    """With the daemon's effects: a fetch that can't be stored is one that failed, and is made again."""
+    small = Small(patch, 4, joiners=1, host_type=DaemonHost)
+    (joiner,) = small.sim.setup.joiners
+    host = small.hosts[joiner]
+    assert isinstance(host, DaemonHost)
+    small.go(6)
+    assert order(small, joiner, "contributor") == ""
+    start(small, joiner)
+    small.sim.run_until(lambda: is_fetching(small, joiner))
+    host.folder_disk.is_full = True
+    count = len(small.bodies())
+    small.go(6)
+    assert merged(small, count) == set(small.sim.setup.founders), "the others go on without it"
+    assert not holds_state(small, joiner)
+    assert not is_named(small, joiner)
+    host.folder_disk.is_full = False
+    small.go(10)
+    assert is_named(small, joiner)
+    count = len(small.bodies())
+    small.go(5)
+    assert joiner in merged(small, count)
+    small.settle()
+
+
+def test_a_region_that_was_removed_and_wiped_is_added_again(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, 4, joiners=1)
+    (joiner,) = small.sim.setup.joiners
+    host = small.hosts[joiner]
+    small.go(6)
+    for _ in range(2):
+        assert order(small, joiner, "contributor") == ""
+        host.is_absent = False
+        start(small, joiner)
+        small.go(8)
+        count = len(small.bodies())
+        small.go(5)
+        assert joiner in merged(small, count)
+        assert order(small, joiner, "former") == ""
+        small.go(4)
+        assert "was removed from the run" in host.core.farewell.reason
+        del small.sim.honest[joiner]
+        host.leave()
+        host.lose_disk()
+    del small.hosts[joiner]
     small.settle()
 
 

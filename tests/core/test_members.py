@@ -192,6 +192,32 @@ def test_a_region_that_an_open_round_has_leaves_after_it_and_no_new_round_has_it
     assert leaver not in {member.contribution.learner for body in late for member in body.members}
 
 
+def test_of_two_regions_that_leave_at_once_the_second_is_refused_until_the_first_has_left(
+    patch: pytest.MonkeyPatch,
+) -> None:
+    """The later order took the place of the one that waited for a round, and the two kept each other from leaving."""
+    small = Small(patch, 5, joiners=1)
+    (joiner,) = small.sim.setup.joiners
+    small.go(6)
+    first, second = small.others()[:2]
+    host = small.hosts[small.leader()]
+    small.sim.run_until(lambda: any(first in round_.members for round_ in host.core.leader.rounds.values()))
+    assert order(small, first, "former", is_forced=True) == ""
+    assert roster(small, host.name).kind_of(first) == "voter", "a round has it"
+    waits = f"{first} is about to leave, and an open round still has it: try again once it has left"
+    assert order(small, second, "former", is_forced=True) == waits
+    assert order(small, joiner, "contributor") == waits, "it is signed as the change that the departure is"
+    assert order(small, first, "contributor", is_forced=True) == waits
+    end_ns = small.world.now_ns + 10_000_000_000
+    while roster(small, host.name).kind_of(second) != "former" and small.world.now_ns < end_ns:
+        small.go(0.2)
+        for name in (first, second):  # two operators, each until the list says so
+            if roster(small, host.name).kind_of(name) != "former":
+                order(small, name, "former", is_forced=True)
+    changes = [body for body in small.bodies() if isinstance(body, MembershipBody)]
+    assert [(body.region, body.kind) for body in changes] == [(first, "former"), (second, "former")]
+
+
 def test_a_region_that_was_removed_while_it_was_down_is_told_when_it_comes_back(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, 4)
     small.go(6)

@@ -4,8 +4,9 @@ A voter that nobody hears for long loses its vote by an entry (`absence`), and g
 
 An operator's order expels a region with one entry, and readmits it with another one, after which its folder is named.
 Another order revokes a certificate of a region, a third kind changes the members (`member_change`), and a fourth the
-settings (`SettingsChange`). A region leaves once no open round has it: until then no new round does. So a round never
-has a member that the ledger does not name.
+settings (`SettingsChange`). A region leaves once no open round has it: until then no new round does, and no other
+change of the members is taken, for it is signed as the next one. So a round never has a member that the ledger does not
+name.
 """
 
 from __future__ import annotations
@@ -196,12 +197,19 @@ class DiskReplacement:
         if max(disks.last_change_index, self._ordered_index) > ledger.cluster_commit_index:
             return "another change of the regions is not committed yet: try again"
         if isinstance(body, MembershipBody):
-            return self._roster_fault(disks.roster.changed(body))
+            return self._departure_fault(body) or self._roster_fault(disks.roster.changed(body))
         roster = disks.roster
         voters = roster.disks_without(body.region) if isinstance(body, DiskNamedBody) else roster.voter_disks
         there = {ledger.leader, *alive, roster.witness}
         fault = expulsion_fault(voters, body.region, there) if order.is_cut_off else ""
         return fault and f"{fault}{_renewal(body.region) * isinstance(body, RevokedBody)}"
+
+    def _departure_fault(self, body: MembershipBody) -> str:
+        """Say what is wrong with a change while another one waits for an open round; empty if none does."""
+        leaves = self._departure.body if self._departure is not None else body
+        if not isinstance(leaves, MembershipBody) or (leaves.region, leaves.kind) == (body.region, body.kind):
+            return ""
+        return f"{leaves.region} is about to leave, and an open round still has it: try again once it has left"
 
     def _order_fault(self, body: DiskNamedBody | RevokedBody, *, is_cut_off: bool) -> str:
         if isinstance(body, RevokedBody):
@@ -234,10 +242,12 @@ class DiskReplacement:
         if isinstance(order.body, SettingsBody):
             return self._settings.carry_out(order.body, effects, now_ns=now_ns)
         fault, body = self.order_fault(order, liveness, now_ns=now_ns), order.body
-        is_leaver = isinstance(body, MembershipBody) and body.kind == MemberKind.FORMER
-        if not self._rounds.let_go(body.region if is_leaver and not fault else ""):
-            self._departure = order
-            return []
+        if not fault and isinstance(body, MembershipBody) and body.kind == MemberKind.FORMER:
+            self._departure = None if self._rounds.let_go(body.region) else order
+            if self._departure is not None:
+                return []
+        elif self._departure is None:
+            self._rounds.let_go("")
         effects.note("disk", f"an operator {_words(body)}{fault and f': refused, {fault}'}", is_alarm=True)
         if fault and isinstance(body, MembershipBody) and body.region == self._ledger.leader:
             return self._ledger.transfer_leadership("an operator changes its membership", now_ns=now_ns)

@@ -50,6 +50,8 @@ class Fetcher(EffectContext):
     initial: InitialStates
     serves: int = field(default=0, init=False)
     _serves_of: Counter[str] = field(default_factory=Counter, init=False)
+    # The own disk refused what came last: nothing more is sent for until it has room, or each try would cost the bytes.
+    _is_disk_refusing: bool = field(default=False, init=False)
     pending: dict[tuple[str, int, bool], _Pending] = field(default_factory=dict, init=False)
 
     def ask(self, order: FetchPayload | FetchState) -> None:
@@ -65,9 +67,31 @@ class Fetcher(EffectContext):
             request = PayloadRequested(order.fragment, order.version, order.digest)
         else:
             request = StateRequested(order.fragment, order.version, order.digest)
-        if not self.transport.send(order.peer, request):
+        if self._is_disk_refusing:
+            self.spawn(self._send_if_room(key, self.pending[key], request), f"room for fragment {order.fragment}")
+        else:
+            self._send(key, request)
+
+    def _send(self, key: tuple[str, int, bool], request: PayloadRequested | StateRequested) -> None:
+        if not self.transport.send(key[0], request):
             # The link went down after the core chose this peer: nothing will come, and nothing else would say so.
             self._fail(key, "no link")
+
+    async def _send_if_room(
+        self, key: tuple[str, int, bool], pending: _Pending, request: PayloadRequested | StateRequested
+    ) -> None:
+        fault = ""
+        try:
+            await in_thread(self.files, self.store.check_room, self._raw_bytes(pending.order))
+        except StorageError as error:
+            fault = f"own disk: {error}"
+        if self.pending.get(key) is not pending:
+            return
+        if fault:
+            self._fail(key, fault)
+        else:
+            self._is_disk_refusing = False
+            self._send(key, request)
 
     def on_refusal(self, peer: str, message: Refused) -> None:
         """The peer can't help."""
@@ -92,11 +116,12 @@ class Fetcher(EffectContext):
         return True
 
     def _is_requested(self, order: FetchPayload | FetchState, header: Payload | State, raw_bytes: int) -> bool:
-        if (header.version, header.digest) != (order.version, order.digest):
-            return False
+        return (header.version, header.digest, raw_bytes) == (order.version, order.digest, self._raw_bytes(order))
+
+    def _raw_bytes(self, order: FetchPayload | FetchState) -> int:
         if isinstance(order, FetchPayload):
-            return raw_bytes == self.parameters.blocks[header.fragment].encoded_bytes
-        return raw_bytes == 8 * self.parameters.manifest.fragments[header.fragment].size
+            return self.parameters.blocks[order.fragment].encoded_bytes
+        return 8 * self.parameters.manifest.fragments[order.fragment].size
 
     def drop_fetch(self, fragment: int, version: int) -> None:
         """The payload came by itself, as merged stripes: that is the answer, and what the peer sends is not needed."""
@@ -124,6 +149,7 @@ class Fetcher(EffectContext):
             else:
                 event = await self._store_state(pending.order, body)
         except StorageError as error:
+            self._is_disk_refusing = True
             event = FetchFailed(peer, header.fragment, header.version, f"own disk: {error}")
         self.post(event)
 

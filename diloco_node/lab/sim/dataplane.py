@@ -244,11 +244,10 @@ class DataPlane:
         return True
 
     def adopt(self, fragment: int, version: int) -> bool:
-        """Take the state on disk; False (with a complaint) if there is none."""
-        state = self._disk.states.get(fragment)
-        if state is None or state.version != version:
-            there = None if state is None else state.version
-            self._complain(f"asked to adopt {fragment}/{version}, on disk is {there}")
+        """Take a state on disk, perhaps not the newest one; False (with a complaint) if it is not there."""
+        state = self._disk.older_states.get((fragment, version))
+        if state is None:
+            self._complain(f"asked to adopt {fragment}/{version}, which is not on disk")
             return False
         self.theta[fragment], self.momentum[fragment] = state.theta, state.momentum
         self.versions[fragment] = version

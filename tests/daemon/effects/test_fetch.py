@@ -1,8 +1,10 @@
 """Both sides of a fetch: every order is answered once, by the bytes that were asked for."""
 
+import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -91,6 +93,11 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         pending.watchdog.cancel()
     assert bench_.tasks.errors == []
     store.close()
+
+
+def raise_full(*_: Any) -> None:
+    """A disk that refuses a write."""
+    raise StorageError("full")
 
 
 # ---- asking ----------------------------------------------------------------------------------------------------------
@@ -252,13 +259,36 @@ async def test_the_learners_own_theta_0_is_not_written_over_a_fetched_one(bench:
 async def test_an_own_disk_that_refuses_is_a_failure_that_says_so(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise StorageError("full")
-
-    monkeypatch.setattr(bench.store, "store_payload", refuse)
+    monkeypatch.setattr(bench.store, "store_payload", raise_full)
     bench.fetcher.ask(bench.payload_order())
     assert await bench.arrive("b", Payload(0, 1, bench.digest), bench.body)
     assert bench.posted == [FetchFailed("b", 0, 1, "own disk: full")]
+
+
+async def test_nothing_is_sent_for_while_the_own_disk_that_refused_has_no_room(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each try brings gigabytes over the link that nobody can store."""
+    header, body = bench.state(3)
+    order = FetchState("b", 0, 3, header.digest)
+    with monkeypatch.context() as context:
+        context.setattr(bench.store, "store_state", raise_full)
+        bench.fetcher.ask(order)
+        assert await bench.arrive("b", header, body)
+    assert len(bench.transport.sent) == 1
+    free = len(body) - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    bench.fetcher.ask(order)
+    await settle()
+    assert len(bench.transport.sent) == 1
+    assert str(bench.posted[-1]).count("make room") == 1
+    free += 1
+    for _ in range(2):  # with room for it, and from then on without looking
+        bench.fetcher.ask(order)
+        await settle()
+        assert await bench.arrive("b", header, body)
+        assert bench.posted[-1] == StateStored(0, 3, header.digest)
+    assert len(bench.transport.sent) == 3
 
 
 # ---- serving ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """lab/demo/demo_run.py: what a demo does when something goes wrong beside the training."""
 
 import asyncio
+import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 from diloco_node.errors import ConfigError, DilocoError, StorageError
 from diloco_node.lab.chaos.demo_processes import DemoFile
 from diloco_node.lab.chaos.fault_files import FAULTS_VARIABLE
+from diloco_node.lab.chaos.fault_plan import ORDERS
 from diloco_node.lab.chaos.story import RegionSample, RunSample
 from diloco_node.lab.cli import demo as command_module
 from diloco_node.lab.demo import demo_run as run_module
@@ -22,11 +24,36 @@ from diloco_node.numeric import NS_PER_S
 from diloco_node.unix_sockets import Process
 
 NOBODY = Process(2, 1, "")
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 @pytest.fixture
 def demo(tmp_path: Path) -> Demo:
     return Demo(DemoOptions(regions=2, seconds=5, is_json=True), tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["grow_and_shrink", "ten_regions", "two_sites"])
+def test_each_command_in_an_examples_script_gives_all_of_its_orders(name: str, tmp_path: Path) -> None:
+    """A demo refuses one that ends before the last order."""
+    script = EXAMPLES / f"{name}.jsonl"
+    commands = [line for line in script.read_text().splitlines() if line.startswith("# diloco-node demo ")]
+    assert commands
+    for command in commands:
+        words = dict(re.findall(r"--([a-z-]+) (\S+)", command))
+        options = DemoOptions(
+            regions=int(words.get("regions", 0)) or None,
+            seconds=float(words.get("seconds", 90)),
+            tokens=int(words.get("tokens", 0)),
+            step_time=words.get("step-time", ""),
+            has_chaos="--chaos" in command,
+            script=script,
+        )
+        storm = Demo(options, tmp_path / "run").storm
+        assert storm is not None
+        orders = [fault for fault in storm.plan.faults if fault.kind in ORDERS]
+        assert len(orders) == sum(
+            f'"do": "{kind}"' in line for line in script.read_text().splitlines() for kind in ORDERS
+        )
 
 
 async def test_the_wan_is_removed_also_when_a_region_can_not_be_stopped(demo: Demo) -> None:
