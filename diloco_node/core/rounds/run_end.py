@@ -102,11 +102,9 @@ class RunEnd:
         has_made_steps = 0 < limit <= max(position.steps, self._progress.steps_of(self._region), own_steps)
         if leader or self._history.finished is not None or (not has_made_steps and (position.part or 0.0) < 1.0):
             return ""
-        mark = (
-            f"step {limit} of {limit}" if has_made_steps else f"{self._history.settings.tokens_max} tokens are merged"
-        )
+        end = f"step {limit} of {limit}" if has_made_steps else f"{self._history.settings.tokens_max} tokens are merged"
         return (
-            f"the run is at its end here ({mark}), and no majority is there to close it: start the other regions, "
+            f"the run is at its end here ({end}), and no majority is there to close it: start the other regions, "
             "finished ones with `start --serve`"
         )
 
