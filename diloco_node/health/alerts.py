@@ -237,6 +237,8 @@ def _lateness(document: Document) -> str:
 
 def _standings(document: Document) -> Iterator[Finding]:
     """Compare what each region brings with the others; every region knows it, so the leader and the region say it."""
+    if text(document, "state") in OVER:
+        return
     standings = {text(row, "region"): row for row in rows(document, "standings")}
     for name, row in standings.items():
         if document.get("role") != "leader" and name != text(document, "region"):

@@ -168,6 +168,14 @@ def test_a_loopback_link_costs_nothing_worth_a_line() -> None:
     assert not [finding for finding in explain([LEADER | {"peers": peers}])["findings"] if finding["topic"] == "link"]
 
 
+def test_a_region_that_was_stopped_has_no_slow_disk() -> None:
+    peers = [peer | {"has_left": True} for peer in LEADER["peers"]]
+    (behind,) = [
+        finding for finding in topics(explain([LEADER | {"peers": peers}]), "region") if "entries" in finding["text"]
+    ]
+    assert behind["hint"] == "it was stopped: start it"
+
+
 def test_steps_that_differ_a_little_are_no_cause() -> None:
     near = OTHER | {"learner": {"step_seconds": 0.6, "report_age_seconds": 0.2}}
     assert topics(explain([LEADER, near]), "learner") == []
