@@ -143,6 +143,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
     ],
 )
 def test_what_is_preloaded(specs: list[SupervisorSpec], arguments: list[str], preload: tuple[str, ...]) -> None:
+    Path("train.py").touch()
     assert main(["start", "--region", "eu", *arguments]) == 6
     assert specs[0].preload == preload
 
