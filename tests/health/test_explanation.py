@@ -168,12 +168,11 @@ def test_a_loopback_link_costs_nothing_worth_a_line() -> None:
     assert not [finding for finding in explain([LEADER | {"peers": peers}])["findings"] if finding["topic"] == "link"]
 
 
-def test_a_region_that_was_stopped_has_no_slow_disk() -> None:
-    peers = [peer | {"has_left": True} for peer in LEADER["peers"]]
-    (behind,) = [
-        finding for finding in topics(explain([LEADER | {"peers": peers}]), "region") if "entries" in finding["text"]
-    ]
-    assert behind["hint"] == "it was stopped: start it"
+@pytest.mark.parametrize("state", [{"has_left": True}, {"link": "waiting", "is_alive": False}])
+def test_a_region_that_is_away_has_no_slow_disk(state: dict[str, Any]) -> None:
+    answer = explain([LEADER | {"peers": [peer | state for peer in LEADER["peers"]]}])
+    (behind,) = [finding for finding in topics(answer, "region") if "entries" in finding["text"]]
+    assert behind["hint"] == "it is away: start it"
 
 
 def test_steps_that_differ_a_little_are_no_cause() -> None:
