@@ -161,7 +161,7 @@ def test_of_a_long_run_the_last_rounds_are_kept_and_nothing_else() -> None:
 
 
 def test_a_round_that_the_next_version_follows_has_not_failed() -> None:
-    script = Script()
+    script = Script(leads=False)
     for version in (1, 2):
         script.followed[0] = (version, Ballot(1, version), "reduce", ("eu",))
         script.log.observe(ev.SnapshotRefused(0, version, ""), [])

@@ -172,7 +172,7 @@ def test_a_loopback_link_costs_nothing_worth_a_line() -> None:
 def test_a_region_that_is_away_has_no_slow_disk(state: dict[str, Any]) -> None:
     answer = explain([LEADER | {"peers": [peer | state for peer in LEADER["peers"]]}])
     (behind,) = [finding for finding in topics(answer, "region") if "entries" in finding["text"]]
-    assert behind["hint"] == "it is away: start it"
+    assert behind["change"] == "it is away: start it"
 
 
 def test_steps_that_differ_a_little_are_no_cause() -> None:
