@@ -26,7 +26,7 @@ NEAR_END: Final = 0.9
 
 
 class RunEnd:
-    """See the module. is_final: every fragment is at its final version and written."""
+    """Wishes and votes for the run's end. is_final: every fragment is at its final version and written."""
 
     def __init__(self, context: RoundContext, versions: Versions, progress: RunProgress) -> None:
         self.is_final = False
