@@ -228,12 +228,12 @@ def change_members(
 
     Args:
         name, kind: as in `MembershipBody`. key: the authority's.
-        address: of a region that is added, as there; None: none is added.
+        address: of a region that is added, as there; None: it must be a member already.
         is_forced: also where the next failure would stop merging then.
 
     Returns: the voters after the change, which is made when a majority agrees.
 
-    Raises DilocoError: the region does not answer, or refuses; or the key is not there.
+    Raises DilocoError: the region does not answer, or refuses; or the key or the member is not there.
     """
     from diloco_node.core.ledger.roster import Membership, Roster
     from diloco_node.core.member_kind import MemberKind, MembershipBody
@@ -241,7 +241,11 @@ def change_members(
 
     run_id, members = _members(folder)
     lines = {row["region"]: Membership(MemberKind(row["kind"]), address=row["address"]) for row in members["rows"]}
-    roster = Roster(lines, members["changes"]).changed(MembershipBody(name, kind, address or ""))
+    before = Roster(lines, members["changes"])
+    if address is None and before.kind_of(name) is MemberKind.FORMER:
+        names = ", ".join(before.disks)
+        raise ConfigError(f"{name} is no member of the run, which has {names}: `members add` makes it one")
+    roster = before.changed(MembershipBody(name, kind, address or ""))
     signature = sign(key, roster.statement(run_id)).hex()
     order = {"region": name, "kind": kind, "address": address, "changes": roster.changes}
     give_order(folder, "members", {**order, "signature": signature, "force": is_forced})

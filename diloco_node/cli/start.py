@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -199,6 +200,16 @@ def check_init(config: NodeConfig) -> None:
     check_initial(Path(path))
 
 
+def check_command(command: Sequence[str]) -> None:
+    """Refuse a training command whose program, or script for Python or torchrun, is not there. Raises ConfigError."""
+    if command and shutil.which(command[0]) is None:
+        raise ConfigError(f"command {command[0]!r} is not found; name a program on PATH, or its full path, after --")
+    scripts = (word for word in command[1:] if word.endswith(".py"))
+    script = next(scripts, None) if re.match("python|torchrun", Path(command[0] if command else "").name) else None
+    if script and not {"-c", "-m"} & set(command[: command.index(script)]) and not Path(script).is_file():
+        raise ConfigError(f"script {script!r} is not found in {Path.cwd()}; name one that is there, after --")
+
+
 def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None:
     """Refuse in one line what would stop the daemon at once.
 
@@ -207,8 +218,7 @@ def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None
         IdentityError: certificate or key is wrong.
         BindError: a port is taken.
     """
-    if command and shutil.which(command[0]) is None:
-        raise ConfigError(f"command {command[0]!r} is not found; name a program on PATH, or its full path, after --")
+    check_command(command)
     check_init(config)
     from diloco_node.transport.certificates import load_identity
 

@@ -53,7 +53,7 @@ ENTRIES_PER_EVENT: Final = 64
 
 
 class RegionCore:
-    """See the module.
+    """All decisions of one region: events in, effects out.
 
     Args:
         region: this one. regions: those that begin the run, the same on each of them, in any order; without this one if

@@ -16,7 +16,7 @@ _Ranges = dict[int, tuple[int, int]]
 
 
 class RowBook:
-    """See the module.
+    """Rows that contributions name, until they are merged.
 
     Attributes:
         marks: per shard the row up to which any life has named it. Another object after each change.

@@ -23,7 +23,7 @@ log = structlog.get_logger(part="disk")
 
 
 class EndWishes:
-    """See the module. folder: the region's."""
+    """Wishes for the run's end on disk. folder: the region's."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / WISHES_NAME

@@ -169,7 +169,10 @@ class RoundLog:
     ) -> TrackedRound:
         round_ = self._open.get(fragment)
         if round_ is not None and (round_.version, round_.ballot) != (version, ballot):
-            self._fail(fragment, now_ns)
+            if round_.version < version:
+                del self._open[fragment]  # it was merged; how long that took is not known to a region that catches up
+            else:
+                self._fail(fragment, now_ns)
             round_ = None
         if round_ is None:
             round_ = self._open[fragment] = TrackedRound(fragment, version, ballot, members, now_ns, now_ns)

@@ -71,7 +71,7 @@ class _OpenBucket:
 
 
 class WitnessLink:
-    """See the module. All methods run on the event loop.
+    """Requests to the bucket of the witness, one turn for each message of the core. All methods run on the event loop.
 
     Args:
         region: this one. run_id, settings: of the run.

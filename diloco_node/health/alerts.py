@@ -189,7 +189,8 @@ def _peers(document: Document) -> Iterator[Finding]:
 
 def _rounds(document: Document) -> Iterator[Finding]:
     if document.get("role") == "leader" and text(document, "state") not in OVER:  # every region knows; once is enough
-        for entry in rows(document, "left_out"):
+        stopped = {text(peer, "name") for peer in rows(document, "peers") if peer.get("has_left") is True}
+        for entry in (entry for entry in rows(document, "left_out") if text(entry, "region") not in stopped):
             line = f"{text(entry, 'region')} is left out as {text(entry, 'part')}: {text(entry, 'reason')}"
             yield _make(kinds.LEFT_OUT, document, line, region=text(entry, "region"))
     age_s, usual_s = number(document, "commit_age_seconds"), number(document, "usual_commit_seconds")
@@ -236,6 +237,8 @@ def _lateness(document: Document) -> str:
 
 def _standings(document: Document) -> Iterator[Finding]:
     """Compare what each region brings with the others; every region knows it, so the leader and the region say it."""
+    if text(document, "state") in OVER:
+        return
     standings = {text(row, "region"): row for row in rows(document, "standings")}
     for name, row in standings.items():
         if document.get("role") != "leader" and name != text(document, "region"):

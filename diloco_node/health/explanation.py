@@ -269,7 +269,9 @@ def _behind(documents: Sequence[Document]) -> Iterator[Finding]:
         behind = (number(witness, "applied_index") or 0.0) - index if index else 0.0
         if behind > BEHIND_ENTRIES:
             line = f"{name} has {behind:.0f} ledger entries still to apply"
-            yield _cause("region", (name,), line, "its disk or its link is slow, or it has just come back")
+            is_there = text(peer, "link") == "up" and peer.get("has_left") is not True
+            hint = "its disk or its link is slow, or it has just come back" if is_there else "it is away: start it"
+            yield _cause("region", (name,), line, hint)
     for document in documents:
         fetching = rows(document, "fetching")
         if fetching:

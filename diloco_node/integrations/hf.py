@@ -29,7 +29,9 @@ log = logging.getLogger("diloco_node.learner")
 
 
 class DilocoCallback(TrainerCallback):  # type: ignore[misc]
-    """See the module. Tokens are counted by the shape of what the model is given, padding included.
+    """Callback by which Hugging Face's `Trainer` joins the run.
+
+    Tokens are counted by the shape of what the model is given, padding included.
 
     Args:
         options: of `diloco_node.attach`, such as `checkpoint_every_s`.

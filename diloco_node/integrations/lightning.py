@@ -32,7 +32,7 @@ log = logging.getLogger("diloco_node.learner")
 
 
 class LightningDiloco(Callback):  # type: ignore[misc]
-    """See the module.
+    """Callback by which Lightning's `Trainer` joins the run.
 
     Args:
         tokens: of a batch; by its shapes if None (`learner.forward_watch.count_tokens`).

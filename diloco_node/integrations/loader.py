@@ -30,7 +30,7 @@ class LoaderWithState(Protocol):
 
 
 class EndlessLoader:
-    """See the module. The same object goes to `attach(stateful=...)` and into the loop.
+    """A loader that goes round. The same object goes to `attach(stateful=...)` and into the loop.
 
     Args:
         make: returns a fresh loader of this rank's part; is given the epoch, from 0.

@@ -29,7 +29,7 @@ REPEATABLE: Final = (SequentialSampler, SeedableRandomSampler, DistributedSample
 
 
 class PreparedLoader:
-    """See the module. The same object goes to `attach(stateful=...)` and into the loop.
+    """Accelerate's loader, going round. The same object goes to `attach(stateful=...)` and into the loop.
 
     Args:
         loader: of `accelerator.prepare`.

@@ -16,7 +16,7 @@ from diloco_node.learner.several_optimizers import SeveralOptimizers, inner_of
 
 
 class AutoStep:
-    """See the module. Steps that a gradient scaler skips are none.
+    """Step boundaries at the optimizer's own steps. Steps that a gradient scaler skips are none.
 
     Args:
         model: its calls are counted. optimizer: its steps count; one that is wrapped (Accelerate) counts below.

@@ -52,7 +52,7 @@ log = logging.getLogger("diloco_node.learner")
 
 
 class LearnerLink:
-    """See the module.
+    """The thread that keeps the learner's conversation with its daemon.
 
     Args:
         path: the daemon's socket (DILOCO_SOCKET).

@@ -88,7 +88,7 @@ class StepTimer:
 
 
 class LearnerSession:
-    """See the module.
+    """Rank 0's conversation with its daemon, for the training thread.
 
     Args:
         socket: the daemon's (DILOCO_SOCKET). memory: the supervisor's (DILOCO_SUPERVISOR).

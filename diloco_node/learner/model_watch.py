@@ -72,7 +72,9 @@ _TRAINS: Final = attrgetter("requires_grad")
 
 
 class ModelWatch:
-    """See the module. Made when the model holds the run's parameters; `close` takes the hooks away.
+    """A watch for weights and layers that `attach` does not follow.
+
+    Made when the model holds the run's parameters; `close` takes the hooks away.
 
     Args:
         tensors: the model's. warn: tells people what is odd, but no error.

@@ -21,7 +21,7 @@ from diloco_node.learner.ranks import among_ranks
 
 
 class RankExchange:
-    """See the module.
+    """The exchange of fragments between rank 0 and the others.
 
     Args:
         group: Gloo, of all ranks. rank: this one's. shards: who holds what. manifest: how the model is cut.

@@ -45,7 +45,7 @@ _CHECKSUM_BYTES: Final = 4
 
 
 class RegionShards:
-    """See the module.
+    """The shards that this process's learner trains, and its position in each.
 
     Attributes:
         flags: shape (SHARDS,), uint8, in shared memory: 1 for a shard of this region, 0 for another's. A worker of a

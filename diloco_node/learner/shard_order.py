@@ -38,7 +38,7 @@ class RowRange:
 
 
 class ShardOrder:
-    """See the module.
+    """The order of the rows, and the position in each shard.
 
     Args:
         rows: of the run, all shards together. seed: the same on all ranks.

@@ -45,7 +45,7 @@ class TokenCount:
 
 
 class TokenCheck:
-    """See the module.
+    """A comparison of the tokens that a loop tells with those of its batches.
 
     Args:
         sources: what may have a `token_count`: the objects that the loop's checkpoint keeps, or the callback.

@@ -18,7 +18,7 @@ THREAD_POLL_S: Final = 0.5
 
 
 class BackgroundWorker:
-    """See the module.
+    """A thread that carries and encodes, in the order of the calls.
 
     Attributes:
         disk: another thread; it makes counters durable while this one encodes.

@@ -36,7 +36,7 @@ class _Serving:
 
 
 class MeasurementResponder:
-    """See the module.
+    """The end of a measurement that answers.
 
     Args:
         transport: the links. gate: says what may run. receivers: those that are here. remote_link: see RemoteLink.

@@ -27,7 +27,7 @@ RETRIES: Final[RetryConfig] = {"max_retries": 0}
 
 
 class SwappedObject(BucketObjects):
-    """Objects of a bucket, asked with short patience. See the module; arguments and errors as `BucketObjects`."""
+    """Objects of a bucket, asked with short patience; arguments and errors as `BucketObjects`."""
 
     client, retries = CLIENT, RETRIES
 

@@ -191,7 +191,7 @@ def run(command: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """See the module. Returns only in a learner, where its command has come to its end."""
+    """Run the fork server. Returns only in a learner, where its command has come to its end."""
     end = sys.argv.index("--")
     descriptor, supervisor, modules, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:end], sys.argv[end + 1 :]
     die_with_parent(signal.SIGKILL, supervisor)

@@ -327,6 +327,9 @@ def test_changes_of_the_members_are_signed_with_the_authoritys_key(
     assert "'AP' is no region's name" in capsys.readouterr().err
     assert main(["members", "add", "ap", "--address", "ap.example"]) == 2
     assert "--address is 'ap.example': it must be" in capsys.readouterr().err
+    for command in ("demote", "promote", "remove"):
+        assert main(["members", command, "ue"]) == 2
+        assert "ue is no member of the run, which has asia, eu, us: `members add`" in capsys.readouterr().err
     region.status = {"run_id": "try", "reason": "loads its kernels"}
     assert main(["members", "list"]) != 0
     assert "eu does not tell the members of the run: loads its kernels" in capsys.readouterr().err

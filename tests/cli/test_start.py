@@ -143,6 +143,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
     ],
 )
 def test_what_is_preloaded(specs: list[SupervisorSpec], arguments: list[str], preload: tuple[str, ...]) -> None:
+    Path("train.py").touch()
     assert main(["start", "--region", "eu", *arguments]) == 6
     assert specs[0].preload == preload
 
@@ -190,6 +191,7 @@ def test_the_log_is_set_by_flags_and_the_terminal_is_quiet_unless_asked(specs: l
 
 def test_a_command_of_the_users_takes_the_trainers_place(specs: list[SupervisorSpec], tmp_path: Path) -> None:
     (tmp_path / "text.txt").unlink()  # the built-in trainer's data does not matter then
+    Path("train.py").touch()
     assert main(["start", "--region", "eu", "--", sys.executable, "train.py", "--config", "x", "--debug"]) == 6
     assert specs[0].learner_command == [sys.executable, "train.py", "--config", "x", "--debug"]
 

@@ -160,6 +160,14 @@ def test_of_a_long_run_the_last_rounds_are_kept_and_nothing_else() -> None:
     assert script.log.is_idle
 
 
+def test_a_round_that_the_next_version_follows_has_not_failed() -> None:
+    script = Script(leads=False)
+    for version in (1, 2):
+        script.followed[0] = (version, Ballot(1, version), "reduce", ("eu",))
+        script.log.observe(ev.SnapshotRefused(0, version, ""), [])
+    assert script.log.rows() == [], "a region that catches up hears of the next round before its ledger has the last"
+
+
 def test_a_ballot_that_another_follows_has_failed_for_its_own_reason() -> None:
     script = Script(leads=True)
     script.open(1, ballot=1, late=("eu",))

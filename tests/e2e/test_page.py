@@ -142,6 +142,7 @@ async def test_a_finished_run_shows_no_region_as_a_failure(tab: Tab, tmp_path: P
     assert states == ["■ gone: the run is over", "✓ finished", "■ gone: the run is over"]
     assert await tab.evaluate("document.querySelectorAll('#regions .bad, .card').length") == 0
     assert await tab.evaluate("document.querySelector('.pill').innerText") == "■ finished"
+    assert "must be there" not in await tab.evaluate("document.getElementById('regions').innerText")
     assert tab.errors == []
 
 

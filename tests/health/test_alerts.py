@@ -460,6 +460,14 @@ def test_other_words_of_a_link_are_no_difference() -> None:
         (changed(standings=standings(ap={"weight_share": 0.6, "steps_share": 0.31})), kinds.OUTWEIGHS),
         (changed(standings=standings(ap={"cosine": -0.01, "cosines_negative": 40})), kinds.AGAINST),
         (changed(standings=standings(ap={"length": 4.0, "usual_length": 2.0})), kinds.TOO_LONG),
+        (changed(state="finished", standings=standings(ap={"length": 9.0, "usual_length": 1.0})), kinds.TOO_LONG),
+        (
+            changed(
+                left_out=[{"region": "eu", "part": "member", "reason": "it led before"}],
+                peers=peers(eu=DOWN | {"has_left": True}),
+            ),
+            kinds.LEFT_OUT,
+        ),
     ],
     ids=[
         "too soon",
@@ -474,6 +482,8 @@ def test_other_words_of_a_link_are_no_difference() -> None:
         "less than twice its steps",
         "negative half of the time",
         "as long as counts",
+        "the last rates are tiny",
+        "it stopped in order",
     ],
 )
 def test_what_is_usual_or_said_already_is_no_alert(document: dict[str, Any], kind: kinds.AlertKind) -> None:

@@ -168,6 +168,13 @@ def test_a_loopback_link_costs_nothing_worth_a_line() -> None:
     assert not [finding for finding in explain([LEADER | {"peers": peers}])["findings"] if finding["topic"] == "link"]
 
 
+@pytest.mark.parametrize("state", [{"has_left": True}, {"link": "waiting", "is_alive": False}])
+def test_a_region_that_is_away_has_no_slow_disk(state: dict[str, Any]) -> None:
+    answer = explain([LEADER | {"peers": [peer | state for peer in LEADER["peers"]]}])
+    (behind,) = [finding for finding in topics(answer, "region") if "entries" in finding["text"]]
+    assert behind["change"] == "it is away: start it"
+
+
 def test_steps_that_differ_a_little_are_no_cause() -> None:
     near = OTHER | {"learner": {"step_seconds": 0.6, "report_age_seconds": 0.2}}
     assert topics(explain([LEADER, near]), "learner") == []

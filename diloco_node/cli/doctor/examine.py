@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime as dt
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,12 +210,12 @@ def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[Findin
     modules = start.preload_modules(config, command)
     yield membership.preload(modules, probes.missing_modules(modules))
     errors = []
-    if command and shutil.which(command[0]) is None:
-        errors.append(f"command {command[0]!r} is not found on PATH")
-    checks: tuple[Callable[[NodeConfig], None], ...] = () if command else (start.check_data, start.check_model)
-    for check in (start.check_init, *checks):
+    checks: list[Callable[[], None]] = [partial(start.check_init, config), partial(start.check_command, command)]
+    if not command:
+        checks += [partial(start.check_data, config), partial(start.check_model, config)]
+    for check in checks:
         try:
-            check(config)
+            check()
         except ConfigError as error:
             errors.append(str(error))
     yield membership.learner_files(errors)

@@ -75,7 +75,7 @@ def check_held(base: LedgerBase, entries: Sequence[Entry], meaning: Meaning | No
 
 
 class EntryGate:
-    """See the module. log: read only. meaning: None: every entry is welcome.
+    """The check of entries before the log. log: read only. meaning: None: every entry is welcome.
 
     Attributes:
         refused: per peer, how many of its messages held an entry that can't be. faults: the last of them, in words.

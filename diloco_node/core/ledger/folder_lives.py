@@ -59,7 +59,7 @@ class _Memory:
 
 
 class FolderLives:
-    """See the module. disks: the folders that count."""
+    """Ages of the others' state folders. disks: the folders that count."""
 
     def __init__(self, disks: DiskView) -> None:
         self._disks = disks

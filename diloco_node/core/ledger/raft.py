@@ -64,7 +64,7 @@ DISTRUST_TIMEOUTS: Final = 16
 
 
 class LedgerCore(LedgerState):
-    """The ledger of one voter. See the module for the caller's duties, and `LedgerState` for the arguments."""
+    """The ledger of one voter. The module has the caller's duties, and `LedgerState` for the arguments."""
 
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
         """Take note of TimerFired, MessageArrived with a message of the ledger, LedgerPersisted or LinkChanged.

@@ -63,7 +63,7 @@ def put(table: dict[K, V], key: K, value: V | None) -> None:
 
 
 class ShardAccount:
-    """See the module. set_key: as `put`, so that it can be taken back with the entry."""
+    """Owners and positions of the shards. set_key: as `put`, so that it can be taken back with the entry."""
 
     def __init__(self, set_key: Callable[[dict[Any, Any], Any, Any], None]) -> None:
         self._put = set_key

@@ -13,7 +13,7 @@ PENDING_MESSAGES_MAX: Final = 1024
 
 
 class WriteGate:
-    """Collects messages and notes during one event; `flush` turns them into effects, with one write if one is due.
+    """The ledger's messages and notes of one event; `flush` turns them into effects, with one write if one is due.
 
     A message may name the newest term (each does) or vote, so all wait while a write of term or vote is under way.
     """

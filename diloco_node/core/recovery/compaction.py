@@ -22,7 +22,7 @@ SUMS_KEPT: Final = 4
 
 
 class Compaction:
-    """See the module.
+    """Decides when the ledger is summed up, and when entries may go.
 
     Args:
         summary_entries: between two sums.

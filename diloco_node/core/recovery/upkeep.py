@@ -30,7 +30,7 @@ LEARNT_PER_CALL: Final = 64
 
 
 class Upkeep:
-    """See the module.
+    """Snapshots, sums and comparisons of states during a run.
 
     Args:
         genesis_fault: why a ledger that begins with this genesis is of another run; empty if it is of this one.

@@ -28,7 +28,7 @@ LAPSES_TOLD: Final = 3
 
 
 class AuditPart:
-    """See the module. rounds: per fragment, as this region follows them.
+    """This region's part in audits. rounds: per fragment, as this region follows them.
 
     committed_digest: of the payload of a fragment and version; empty if it is not known here.
     """

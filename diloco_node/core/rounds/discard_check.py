@@ -26,7 +26,7 @@ from diloco_node.core.types import DiscardedBody, EntryBody
 
 
 class DiscardCheck:
-    """See the module. lives: of the own learner, the steps of each life that has ended.
+    """The check of steps booked as lost. lives: of the own learner, the steps of each life that has ended.
 
     leader: whose entries are asked about; empty while there is none.
     """

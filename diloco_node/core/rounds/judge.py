@@ -19,7 +19,7 @@ from diloco_node.numeric import NS_PER_S
 
 
 class Judge:
-    """See the module. book: regions that are suspended, and for how long."""
+    """Blame and pardon for failed ballots. book: regions that are suspended, and for how long."""
 
     def __init__(self, context: RoundContext, book: SuspicionBook) -> None:
         self.book = book
@@ -31,9 +31,9 @@ class Judge:
     def judge_late(self, round_: OpenRound, *, now_ns: int) -> bool:
         """Exclude the culprits of a ballot that missed its deadline from the round.
 
-        The short deadline of a ballot that tries a region is only that region's business.
+        A ballot that tries a region has a short deadline. When it misses that, only those on trial are blamed.
 
-        Returns: whether the fault is this region's: merged stripes of the others do not come here.
+        Returns: whether this region is at fault, because merged stripes of the others do not come here.
         """
         findings = judge_absences(round_, len(self._context.regions))
         if not round_.trials:
@@ -44,9 +44,8 @@ class Judge:
         for name, role in round_.trials:
             if (name, role) in blames_by_role:
                 blames.append(blames_by_role[name, role])
-            elif not self.book.is_doubted(
-                name, role
-            ):  # who was left out has to show more than that others are late too
+            elif not self.book.is_doubted(name, role):
+                # A region that was left out has to show more than that others are late too.
                 blames.append(Blame(name, role, "the ballot that tried it took too long"))
         self.blame_all(round_, blames, now_ns=now_ns)
         return False
@@ -77,9 +76,8 @@ class Judge:
     def question_norms(self, round_: OpenRound, members: tuple[str, ...], *, now_ns: int) -> str:
         """Question the norms of contributions that do not add up.
 
-        No region is put out of a round on another region's word. So in the next ballot the leader reduces the same
-        stripes all by itself. Norms that do not add up then are the member's own fault; and so they are if the leader
-        reduced alone before.
+        No region is put out of a round on another region's word. Where others reduced, the leader reduces the same
+        stripes alone in the next ballot. Where it reduced alone, the fault is the member's own.
 
         Returns: the members' fault, in words; empty if the leader is to reduce all stripes first.
         """
@@ -96,14 +94,14 @@ class Judge:
 
     def answer_norms(self, round_: OpenRound, *, now_ns: int) -> None:
         """Compare the norms in question with those that the leader found itself, and blame the liars."""
-        before, round_.question = round_.question, None
+        question, round_.question = round_.question, None
         if (
-            before is None
+            question is None
             or round_.reducers != (self._region,)
-            or before.blocks() != [(cut.block_start, cut.block_stop) for cut in round_.stripes]
+            or question.blocks() != [(cut.block_start, cut.block_stop) for cut in round_.stripes]
         ):
             return
-        pairs = differing_norms(before, round_)
+        pairs = differing_norms(question, round_)
         self.blame_all(round_, blame_norms(pairs, self._disputes), now_ns=now_ns)
         self._remember(pairs)
 
@@ -130,7 +128,7 @@ class Judge:
     ) -> tuple[tuple[str, BallotPart], ...]:
         """Find who is tried by a new ballot: the probed region in its suspended roles, and those that failed once.
 
-        A probed region may get no role, if a small fragment has fewer blocks than reducers. Then the others try first.
+        A small fragment may have fewer blocks than reducers, and no role for the probed region: then others go first.
         """
         names_by_role = {BallotPart.MEMBER: members, BallotPart.REDUCER: reducers}
         probes = tuple(
@@ -165,6 +163,7 @@ class Judge:
                 self._note(round_, f"{text}; left out for {pause_ns / NS_PER_S:.3g} s", is_alarm=True)
             else:
                 self._note(round_, text)
+        # With everybody out no ballot could follow: then all are asked again.
         if round_.exclusions >= set(self._context.regions):
             round_.exclusions.clear()
         if round_.rejections.keys() >= set(round_.members) and not any(blame.is_proved for blame in blames):

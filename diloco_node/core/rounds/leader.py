@@ -42,7 +42,7 @@ from diloco_node.numeric import NS_PER_S
 
 
 class RoundLeader:
-    """See the module. After every call, hand `proposals` to the ledger and ask for `wake_at_ns`.
+    """The leader's rounds. After every call, hand `proposals` to the ledger and ask for `wake_at_ns`.
 
     Attributes:
         proposals: bodies for the ledger, in order. rounds: open rounds by fragment.

@@ -12,7 +12,7 @@ from diloco_node.core.types import Contribution, Member, RoundBody
 
 
 class MergeDecisions:
-    """See the module. Remembers whose contributions are too long, to raise an alarm only when that begins."""
+    """The figures of merges. Remembers whose contributions are too long, to raise an alarm only when that begins."""
 
     def __init__(self, context: RoundContext) -> None:
         self._fragments = context.fragments

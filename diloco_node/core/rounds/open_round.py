@@ -253,7 +253,7 @@ class OpenRound:
             late = self._late_contributors()
             on_the_way = f", stripes of {', '.join(late)} are on their way" if late else ""
             return f"waits for merged stripes of {', '.join(self.late_reducers())}{on_the_way}"
-        return f"waits for a majority to have the payload on disk, {', '.join(sorted(self.holders)) or 'nobody'} has"
+        return f"waits until a majority has the payload on disk; so far {', '.join(sorted(self.holders)) or 'nobody'}"
 
     def report_fault(self, peer: str, report: ReductionReported, pieces: int) -> str:
         """Return why a reducer's report is unusable; empty if it is fine."""

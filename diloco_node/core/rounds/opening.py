@@ -20,7 +20,7 @@ from diloco_node.core.rounds.eligibility import Eligibility, Reachability
 from diloco_node.core.types import LearnerStatus
 
 LEAVE_ROUNDS: Final = 2
-"""For a learner that leaves so many rounds of each fragment begin without a quorum: one, and one in its place."""
+"""Rounds of each fragment that begin without a quorum for a learner that leaves: one, and another if that fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +158,14 @@ class Opener:
     def _overdue(self, fragment: int, status: LearnerStatus) -> int:
         """Return the steps since the learner became due; negative while it is not.
 
-        A report from before the apply of the last version still counts from the cycle before. It makes nobody due:
-        otherwise another round would follow each round at once.
+        A report may be older than the learner's apply of the last version, and count steps that are merged already.
+        It makes nobody due: otherwise another round would follow each round at once.
         """
         position = status.positions[fragment]
         if position.base_version < self._history.versions[fragment]:
             return -1
         if status.leaving:
-            # It waits for nothing but this: its fragments go before those of others.
+            # It stays only until its steps are merged: its fragments go before those of others.
             return self._history.settings.sync_every if status.step > position.included_step else -1
         return overdue_steps(
             fragment, position, status.step, sync_every=self._history.settings.sync_every, fragments=self._fragments
@@ -177,8 +177,8 @@ class Opener:
         for name, status in self._statuses(reachability):
             if status.positions[fragment].base_version < 0:
                 continue
-            is_over = status.incarnation < eligibility.incarnation_min(name)
-            is_due = not is_over and self._overdue(fragment, status) >= 0
+            is_ended_life = status.incarnation < eligibility.incarnation_min(name)
+            is_due = not is_ended_life and self._overdue(fragment, status) >= 0
             is_leaving = (
                 status.leaving and self._leave_rounds[name, status.incarnation] < LEAVE_ROUNDS * self._fragments
             )

@@ -42,7 +42,7 @@ from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBod
 
 
 class RoundParticipant:
-    """See the module. Feed it facts, then call `pump`. left_out: regions, by the leader's last announcement."""
+    """This region's part. Feed it facts, then call `pump`. left_out: regions, by the leader's last announcement."""
 
     def __init__(self, context: RoundContext, versions: Versions) -> None:
         self.left_out: tuple[LeftOut, ...] = ()

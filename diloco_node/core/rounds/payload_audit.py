@@ -40,7 +40,7 @@ class QuestionedPayload:
 
 
 class PayloadAudit:
-    """See the module. Between two calls all its state is in the round, but for the questions, by fragment."""
+    """The leader's audit. Between two calls all its state is in the round, but for the questions, by fragment."""
 
     def __init__(self, context: RoundContext, judge: Judge) -> None:
         self._region, self._effects, self._judge = context.region, context.effects, judge

@@ -22,11 +22,11 @@ from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.types import EntryBody, ExtendedBody, FinishedBody, RoundBody
 
 NEAR_END: Final = 0.9
-"""Part of the way from which on a leader may end the run: reports of another region may be some heartbeats old."""
+"""Share of the run that must be done before a leader may end it. Reports may be some heartbeats old: not all of it."""
 
 
 class RunEnd:
-    """See the module. is_final: every fragment is at its final version and written."""
+    """Wishes and votes for the run's end. is_final: every fragment is at its final version and written."""
 
     def __init__(self, context: RoundContext, versions: Versions, progress: RunProgress) -> None:
         self.is_final = False
@@ -83,7 +83,7 @@ class RunEnd:
         """Return what the end waits for, in words; empty while nobody wants it and this region is not at it."""
         if self._history.finished is not None or self._reason is not None:
             return ""
-        if reason := self.lack(leader, now_ns=now_ns):
+        if reason := self.unclosed_end(leader, now_ns=now_ns):
             return reason
         votes = self._present_votes(now_ns)
         words = "; ".join(f"{region} ({reason})" for region, reason in votes.items())
@@ -92,8 +92,8 @@ class RunEnd:
             f"scripts of {len(votes)} regions want the end: {words}; it takes {needs}, or an operator" if votes else ""
         )
 
-    def lack(self, leader: str, *, now_ns: int, own_steps: int = 0) -> str:
-        """Return why a learner that comes now would train past the end; empty if it would not.
+    def unclosed_end(self, leader: str, *, now_ns: int, own_steps: int = 0) -> str:
+        """Return why a learner that comes now would train past the run's end; empty if it would not.
 
         Nobody closes the run without a leader. The others may have closed it, and be gone.
         own_steps: of all lives of the own learner, by its counters: after a restart the ledger tells none alone.
@@ -102,22 +102,22 @@ class RunEnd:
         has_made_steps = 0 < limit <= max(position.steps, self._progress.steps_of(self._region), own_steps)
         if leader or self._history.finished is not None or (not has_made_steps and (position.part or 0.0) < 1.0):
             return ""
-        way = f"step {limit} of {limit}" if has_made_steps else f"{self._history.settings.tokens_max} tokens are merged"
+        end = f"step {limit} of {limit}" if has_made_steps else f"{self._history.settings.tokens_max} tokens are merged"
         return (
-            f"the run is at its end here ({way}), and no majority is there to close it: start the other regions, "
+            f"the run is at its end here ({end}), and no majority is there to close it: start the other regions, "
             "finished ones with `start --serve`"
         )
 
     def doubt(self, body: EntryBody, *, now_ns: int) -> str:
-        """Return why an entry may not end the run now; empty if it may, or does not. It never does again later."""
+        """Return why an entry may not end the run now; empty if it may, or is no end. Once yes, always yes."""
         if self._is_believed or not is_end(body):
             return ""
         progress = self._progress.position(now_ns=now_ns).part
         self._is_believed = self._reason is not None or (progress is not None and progress >= NEAR_END)
         if self._is_believed:
             return ""
-        way = "a run without a limit" if progress is None else f"{progress:.0%} of the run"
-        return f"it ends {way}, and no operator's order came here, nor votes of a majority"
+        extent = "a run without a limit" if progress is None else f"{progress:.0%} of the run"
+        return f"it ends {extent}, and no operator's order came here, nor votes of a majority"
 
     def believe(self) -> None:
         """A majority has committed the end."""

@@ -73,7 +73,7 @@ class _Suspect:
 
 
 class SuspicionBook:
-    """See the module. ballot_ns: the shortest time that a ballot is given."""
+    """Regions that failed, and their pauses. ballot_ns: the shortest time that a ballot is given."""
 
     def __init__(self, *, ballot_ns: int) -> None:
         self.ballot_ns = ballot_ns

@@ -26,7 +26,7 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> asyncio.Server:
 
 
 def port_of(server: asyncio.Server) -> int:
-    """The port that it listens on."""
+    """The port that a server listens on."""
     port: int = server.sockets[0].getsockname()[1]
     return port
 

@@ -28,7 +28,9 @@ class NodeStatus:
             return "" if view.is_final else silence
         if not view.leader or self._node.reception.waits_for_peers:
             own_steps, now_ns = self._node.learner.steps_total, self._node.runtime.now_ns()
-            return self._node.core.end.lack(view.leader, now_ns=now_ns, own_steps=own_steps) or view.ledger_reason
+            return (
+                self._node.core.end.unclosed_end(view.leader, now_ns=now_ns, own_steps=own_steps) or view.ledger_reason
+            )
         if min(view.versions) < 0:
             return "waits for the first parameters (genesis)"
         return "" if view.learner is not None else "no learner is attached"

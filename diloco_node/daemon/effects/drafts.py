@@ -45,7 +45,7 @@ class _Draft:
 
 
 class Drafts:
-    """See the module. All methods run on the event loop; the disk is waited for in `files`."""
+    """Payload files, stripe by stripe. All methods run on the event loop; the disk is waited for in `files`."""
 
     def __init__(self, store: RegionStore, files: Executor, spawn: Spawn) -> None:
         self._store = store

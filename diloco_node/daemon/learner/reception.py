@@ -195,7 +195,7 @@ class Reception:
                 # A folder that was lost does not know which incarnations there were; the others tell it.
                 self.waiting_attach = attach
                 return
-            lack = self._core.end.lack(self._core.ledger.leader, now_ns=self._runtime.now_ns())
+            lack = self._core.end.unclosed_end(self._core.ledger.leader, now_ns=self._runtime.now_ns())
             if attach.incarnation == NEW_PROCESS and lack:
                 server.refuse(lack, is_final=False)
                 return
@@ -314,6 +314,6 @@ class Reception:
         """Return why the learner's further steps are of no use; empty while that is no older than an election."""
         now_ns = self._runtime.now_ns()
         own_steps = self._learner.steps_total
-        lack = self._core.end.lack(self._core.ledger.leader, now_ns=now_ns, own_steps=own_steps)
+        lack = self._core.end.unclosed_end(self._core.ledger.leader, now_ns=now_ns, own_steps=own_steps)
         since_ns = self._lack_since_ns = (self._lack_since_ns or now_ns) if lack else None
         return lack if since_ns is not None and now_ns - since_ns >= LACK_NS else ""

@@ -30,7 +30,7 @@ OFFERS_KEPT: Final = 64
 
 @dataclass(slots=True)
 class VersionArea:
-    """See the module. All methods run on the event loop.
+    """Slots of shared memory in which versions are offered to the learner. All methods run on the event loop.
 
     Args:
         area: shape (slots, values of the largest fragment), float32, shared with the learner. sizes: per fragment.

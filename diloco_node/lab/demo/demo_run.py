@@ -154,7 +154,7 @@ class Demo:
         self.interrupted = asyncio.Event()
 
     async def run(self) -> int:
-        """See the module."""
+        """Run the demo to its end, an interrupt, or a failure of its own; return the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.interrupted.set)

@@ -145,7 +145,9 @@ class Room:
 
 
 class DeviceLane:
-    """See the module. `pack` and `apply` are for the training thread, `send` for the worker.
+    """The way of values between a device and the host, by streams of its own.
+
+    `pack` and `apply` are for the training thread, `send` for the worker.
 
     Args:
         tensors: the model's parameters.

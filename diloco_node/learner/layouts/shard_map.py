@@ -89,7 +89,7 @@ class LocalFragment:
 
 
 class ShardMap:
-    """See the module.
+    """The owners and holders of each box of each tensor.
 
     Args:
         tensors: the model's, with their global shapes.

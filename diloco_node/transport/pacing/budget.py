@@ -139,7 +139,7 @@ class PeerUse:
 
 
 class EgressBudget:
-    """Region, then peer, then lane; without a limit at first. See the module's docstring for who calls what.
+    """Region, then peer, then lane; without a limit at first. The module says who calls what.
 
     Attributes:
         region: the bucket of all peers together.

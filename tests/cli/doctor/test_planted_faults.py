@@ -267,7 +267,10 @@ def test_settings_that_changed_since_the_start_are_named_with_both_values(ward: 
 def test_a_training_command_that_is_not_there(ward: Ward) -> None:
     ward.certify()
     result = ward.examine("no-such-program", "train.py").one("learner-files")
-    assert (result["mark"], result["text"]) == ("failed", "command 'no-such-program' is not found on PATH")
+    assert (result["mark"], result["text"].partition(";")[0]) == ("failed", "command 'no-such-program' is not found")
+    result = ward.examine("python3", "-u", "trian.py").one("learner-files")
+    assert (result["mark"], result["text"].partition(" in ")[0]) == ("failed", "script 'trian.py' is not found")
+    assert ward.examine("python3", "-m", "module", "new.py").one("learner-files")["mark"] == "ok"
     assert ward.examine("sh", "train.sh").one("learner-files")["mark"] == "ok"
 
 

@@ -109,22 +109,22 @@ def test_the_next_life_of_a_learner_does_not_vote_until_its_script_does() -> Non
 
 def test_a_region_past_the_end_without_a_leader_says_what_it_waits_for() -> None:
     bench = Bench(steps=200)
-    assert bench.end.lack("b", now_ns=0) == "", "the leader will close it"
-    lack = bench.end.lack("", now_ns=0)
+    assert bench.end.unclosed_end("b", now_ns=0) == "", "the leader will close it"
+    lack = bench.end.unclosed_end("", now_ns=0)
     assert lack.startswith("the run is at its end here (step 200 of 200), and no majority is there to close it")
     assert "--serve" in lack
     assert bench.end.waiting("", now_ns=0) == lack
-    assert Bench(steps=199).end.lack("", now_ns=0) == ""
-    assert "(step 200 of 200)" in Bench(steps=0).end.lack("", now_ns=0, own_steps=203), "after a restart alone"
+    assert Bench(steps=199).end.unclosed_end("", now_ns=0) == ""
+    assert "(step 200 of 200)" in Bench(steps=0).end.unclosed_end("", now_ns=0, own_steps=203), "after a restart alone"
     merged = Bench(replace(SETTINGS, tokens_max=64))
     for fragment in range(2):
         body = committed_round(fragment, 1, [contribution("a", fragment=fragment)])
         merged.history.account.take(Entry(2 + fragment, 1, b"", body, b""))
-    assert "(64 tokens are merged)" in merged.end.lack("", now_ns=0)
-    assert Bench(SETTINGS, steps=10**6).end.lack("", now_ns=0) == "", "nothing says where it ends"
+    assert "(64 tokens are merged)" in merged.end.unclosed_end("", now_ns=0)
+    assert Bench(SETTINGS, steps=10**6).end.unclosed_end("", now_ns=0) == "", "nothing says where it ends"
     alone = Bench(steps=10)
     alone.near.liveness.own_learner(status(230), now_ns=1)
-    assert "(step 200 of 200)" in alone.end.lack("", now_ns=1), "of the own learner, whatever the others did"
+    assert "(step 200 of 200)" in alone.end.unclosed_end("", now_ns=1), "of the own learner, whatever the others did"
 
 
 def test_the_learner_is_told_the_final_versions_once_they_are_here() -> None:

@@ -63,7 +63,7 @@ function shownState(region, peer) {
 export function drawRegions(chosen) {
   const members = table(chosen?.status.members);
   const witness = tables(members.rows).find((one) => one.kind === "witness");
-  const lines = [members.tolerance, witness && `${witness.region}: witness; ${witness.state}`].filter(Boolean);
+  const lines = [!isRunOver() && members.tolerance, witness && `${witness.region}: witness; ${witness.state}`].filter(Boolean);
   const names = ["region", "state", "member", "since", "step", "loss", "tokens/s", "report", "round trip", "entries behind", "took part", "waits for"];
   panel("regions", "Regions", h("span", { class: "note" }, "a name chooses whose rounds, bandwidth, events and settings are shown"), lines.map((line) => h("p", {}, line)), scroll("Table of regions", h("table", { class: "regions" }, head(...names), h("tbody", {}, allNames().map((name) => regionRow(name, chosen?.name))))));
 }
