@@ -86,7 +86,7 @@ class _OpenBucket:
 
 
 @dataclass(slots=True)
-class _Place:
+class _WitnessPlace:
     """A witness that the log names, and the knowledge of it. It ends with it: what is on its way then comes too late.
 
     Attributes:
@@ -155,7 +155,7 @@ class WitnessLink:
         self._region, self._run_id, self._settings = region, run_id, settings
         self._store, self._pacer, self._spawn, self._post, self._note = store, pacer, spawn, post, note
         self._now_ns = now_ns
-        self._place = _Place()
+        self._place = _WitnessPlace()
         # Of the lane in the budget one piece waits at a time.
         self._turn_to_send = asyncio.Lock()
         self._threads = ThreadPoolExecutor(THREADS, "witness")
@@ -175,7 +175,7 @@ class WitnessLink:
     def follow(self, roster: Roster) -> None:
         """Speak with the witness of this roster from now on."""
         line = roster.memberships.get(roster.witness)
-        place = _Place(roster.witness, line.address, line.since) if line else _Place()
+        place = _WitnessPlace(roster.witness, line.address, line.since) if line else _WitnessPlace()
         if (place.name, place.url, place.since) == (self._place.name, self._place.url, self._place.since):
             return
         self.fault, self._place = "", place
@@ -236,7 +236,7 @@ class WitnessLink:
         elif turn.dropped:
             self._spawn(self._remove(place, turn.dropped), "witness cleaning")
 
-    async def _ask(self, place: _Place, request: Callable[[], T]) -> T | None:
+    async def _ask(self, place: _WitnessPlace, request: Callable[[], T]) -> T | None:
         """The outcome of a request in a thread; None: it failed. Both are told, if that is news."""
         try:
             outcome = await in_thread(self._threads, request)
@@ -247,7 +247,7 @@ class WitnessLink:
         return outcome
 
     def _swap(
-        self, place: _Place, message: Message, loop: asyncio.AbstractEventLoop
+        self, place: _WitnessPlace, message: Message, loop: asyncio.AbstractEventLoop
     ) -> tuple[WitnessTurn, WitnessRecord | None]:
         """Take one turn, in a thread. The turn is empty if somebody else wrote the record first."""
         bucket = place.opened()
@@ -281,12 +281,12 @@ class WitnessLink:
             place.seen.see(turn.record, now_ns=self._now_ns())
         return turn, turn.record or current
 
-    def _upload_soon(self, place: _Place, entry: Entry) -> None:
+    def _upload_soon(self, place: _WitnessPlace, entry: Entry) -> None:
         if place.read_at is not None and entry.hash not in place.uploads and len(place.uploads) < UPLOADS_MAX:
             place.uploads.add(entry.hash)
             self._spawn(self._upload(place, entry, place.read_at), "witness payload")
 
-    async def _upload(self, place: _Place, entry: Entry, read_at: datetime) -> None:
+    async def _upload(self, place: _WitnessPlace, entry: Entry, read_at: datetime) -> None:
         disk, body, loop = place.disk, entry.body, asyncio.get_running_loop()
         assert isinstance(body, RoundBody)
         size_bytes = self.fetcher.parameters.blocks[body.fragment].encoded_bytes
@@ -323,7 +323,7 @@ class WitnessLink:
         if rate := self._pacer.status()["ingress_bytes_per_s"]:
             await asyncio.sleep(count / rate)
 
-    def _orphans(self, place: _Place, record: WitnessRecord) -> Callable[[], frozenset[str]]:
+    def _orphans(self, place: _WitnessPlace, record: WitnessRecord) -> Callable[[], frozenset[str]]:
         """In a thread: the keys of objects that nobody will name, by what was just written."""
         read_at, keys = place.read_at, {RECORD, *map(_key, record.payloads)}
         assert read_at is not None
@@ -335,7 +335,7 @@ class WitnessLink:
         return find
 
     async def _remove(
-        self, place: _Place, hashes: frozenset[bytes], find_orphans: Callable[[], frozenset[str]] = frozenset
+        self, place: _WitnessPlace, hashes: frozenset[bytes], find_orphans: Callable[[], frozenset[str]] = frozenset
     ) -> None:
         """Remove what nobody needs. After one that can't be removed all stay, and are orphans soon.
 
@@ -390,7 +390,7 @@ class WitnessLink:
                 await self._ask(self._place, partial(_look, self._place))
             await asyncio.sleep(LOOK_S)
 
-    def _tell(self, place: _Place, fault: str) -> None:
+    def _tell(self, place: _WitnessPlace, fault: str) -> None:
         """Say once that the witness answers no more, or answers again."""
         if place is not self._place or bool(fault) == bool(self.fault):
             return
@@ -432,7 +432,7 @@ def _wait(permission: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop
                 raise StoreRefused("the daemon ends") from None
 
 
-def _look(place: _Place) -> None:
+def _look(place: _WitnessPlace) -> None:
     place.opened().record.read_tagged(RECORD, RECORD_BYTES_MAX)
 
 
