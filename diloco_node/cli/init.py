@@ -116,13 +116,13 @@ def parse_regions(text: str) -> dict[str, str | None]:
     Raises:
         ConfigError: no region, one of them twice, or no name for one; addresses are checked with the whole of run.toml.
     """
-    from diloco_node.wire.message_schema import is_region_name
+    from diloco_node.core.shapes import REGION_NAMES, is_region_name
 
     regions: dict[str, str | None] = {}
     for item in (item.strip() for item in text.split(",") if item.strip()):
         name, equals, address = item.partition("=")
         if not is_region_name(name):
-            raise ConfigError(f"--regions names {name!r}: use 1 to 63 of a-z, 0-9 and '-'")
+            raise ConfigError(f"--regions names {name!r}: use {REGION_NAMES}")
         if name in regions:
             raise ConfigError(f"--regions names {name} twice: every region needs a name of its own")
         regions[name] = address if equals else None

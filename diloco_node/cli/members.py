@@ -68,10 +68,10 @@ def add(
 ) -> None:
     """Add a region to the run. It trains as a contributor, which changes no majority; `promote` gives it a vote."""
     from diloco_node.config.field_types import host_port_of
-    from diloco_node.wire.message_schema import is_region_name
+    from diloco_node.core.shapes import REGION_NAMES, is_region_name
 
     if not is_region_name(name):
-        raise ConfigError(f"{name!r} is no region's name: use 1 to 63 of a-z, 0-9 and '-'")
+        raise ConfigError(f"{name!r} is no region's name: use {REGION_NAMES}")
     if address:
         parse_option("--address", address, host_port_of)
     _change(name, "contributor", place, config, key, address=address)
@@ -83,23 +83,20 @@ def witness(
     *,
     url: Annotated[str, typer.Argument(metavar="URL", help="An empty place in a bucket: s3://BUCKET/PREFIX.")],
     place: RegionArgument = None,
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Its name among the members.")] = "witness",
     key: KeyOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Give two regions a witness in a bucket: either goes on alone while the other is away. `remove` takes it back."""
     from diloco_node.core.ledger.witness import RECORD_BYTES_MAX
+    from diloco_node.core.member_kind import WITNESS_NAME
     from diloco_node.storage.object_store import bucket_scheme
     from diloco_node.storage.swapped_object import FOLDER, RECORD, SwappedObject
-    from diloco_node.wire.message_schema import is_region_name
 
-    if not is_region_name(name):
-        raise ConfigError(f"{name!r} is no member's name: use 1 to 63 of a-z, 0-9 and '-'")
     bucket = SwappedObject(url, bucket_scheme(url))
     bucket.check(FOLDER)
     if bucket.read_tagged(RECORD, RECORD_BYTES_MAX) is not None:
         raise ConfigError(f"{url} holds the record of a witness already: remove {RECORD} there, or name another place")
-    _change(name, "witness", place, config, key, address=url)
+    _change(WITNESS_NAME, "witness", place, config, key, address=url)
 
 
 @app.command()
@@ -156,10 +153,11 @@ def recover(
     spec = NodeSpec.load(folder / NODE_NAME)
     facts = look_alone(folder, spec.region)
     if not is_forced:
+        loss = f": {facts.loss}" if facts.loss else ""
         raise ConfigError(
             f"{spec.region} goes on alone from entry {facts.index}; {', '.join(facts.leavers)} leave the run, and what "
-            "they committed without it is lost. Stop every region that is there, then give the command again with "
-            f"--force. If a majority of {', '.join(facts.voters)} can come back, start those instead"
+            f"they committed without it is lost{loss}. Stop every region that is there, then give the command again "
+            f"with --force. If a majority of {', '.join(facts.voters)} can come back, start those instead"
         )
     identity = load_identity(spec.identity_dir, region=spec.region, run_id=spec.run_id)
     key = key if key is not None else load(config).run.certs_dir / CA_KEY

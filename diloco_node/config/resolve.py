@@ -20,7 +20,6 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.config.budget_settings import BudgetSection, LimitsSection, WindowSection
 from diloco_node.config.schema import (
-    NAME_PATTERN,
     REGIONS_MAX,
     DataSection,
     HistorySection,
@@ -35,6 +34,7 @@ from diloco_node.config.schema import (
 from diloco_node.config.setting_texts import toml_text
 from diloco_node.config.sources import MODEL_KEY, Flag, Key, Sources, folder_or_name, put, read_environment, read_file
 from diloco_node.core.settings_body import SettingsBody
+from diloco_node.core.shapes import REGION_NAMES, is_region_name
 from diloco_node.core.types import RunSettings
 from diloco_node.errors import ConfigError
 
@@ -235,11 +235,9 @@ def _check_names(sources: Sources) -> None:
     if not isinstance(regions, dict) or not regions:
         raise ConfigError('no regions: add [regions.us-east] with address = "HOST:PORT", and one table for each region')
     for name in regions:
-        if not re.fullmatch(NAME_PATTERN, name):
+        if not is_region_name(name):
             origin = sources.origin(("regions", name))
-            raise ConfigError(
-                f"[regions.{name}] ({origin}): a region's name is 1 to 63 of a-z, 0-9 and '-', as us-east"
-            )
+            raise ConfigError(f"[regions.{name}] ({origin}): a region's name is {REGION_NAMES}, as us-east")
 
 
 def explain(error: ValidationError, sources: Sources) -> str:

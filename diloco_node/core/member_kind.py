@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+WITNESS_NAME: Final = "witness"
+"""The name of a run's witness among its members, and of no region."""
 
 
 class MemberKind(StrEnum):

@@ -14,8 +14,13 @@ from sys import float_info
 from types import MappingProxyType
 from typing import Any, Final
 
+from diloco_node.core.member_kind import WITNESS_NAME
+
 REGION_PATTERN: Final = re.compile(r"[a-z0-9-]{1,63}")
 """The form of a region's name: it becomes part of file names, log lines and certificate names."""
+
+REGION_NAMES: Final = f"1 to 63 of a-z, 0-9 and '-', and not {WITNESS_NAME!r}, which is the bucket beside two regions"
+"""The same in words."""
 
 REGION_FIELDS: Final = frozenset(
     {"hears", "leader", "learner", "learners", "members", "peer", "reducer", "region", "regions", "successor"}
@@ -32,6 +37,11 @@ LEFT_OUT: Final = MappingProxyType({"is_left_out": True})
 """Metadata of a dataclass's last field, a tuple: while it is empty, its place in the array is left out."""
 
 Check = Callable[[Any], Any]
+
+
+def is_region_name(name: str) -> bool:
+    """Whether a region may have this name: see REGION_NAMES."""
+    return name != WITNESS_NAME and REGION_PATTERN.fullmatch(name) is not None
 
 
 class OutOfBounds(Exception):

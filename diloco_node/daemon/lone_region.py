@@ -5,11 +5,16 @@ and entries behind them remove all other members, signed one by one. Then this r
 region that is there after all sees the authority's signature at its next link, and leaves the run. It may be added
 again, as a contributor whose ledger and parameters are those of this region.
 
+Beside a witness its record is read first. If the region can go on with it, as one of two, nobody needs this. Else what
+it holds and the region lacks is named, and its object is replaced by an empty one: the others can't go on with it then.
+
 Limit: rounds that the others committed, and whose entries never came here, are not in the run any more.
 """
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -19,12 +24,16 @@ from typing import Final
 from diloco_node.core.ledger.entries import seal
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.summary import RunSummary, decode_summary, roster_at
+from diloco_node.core.ledger.witness import QUIET_NS, RECORD_BYTES_MAX, WitnessRecord, decode_record, encode_record
 from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.recovery.replay_plan import find_end
-from diloco_node.core.types import Entry, Recovered, RoundBody, SnapshotBody
+from diloco_node.core.types import DISK_ID_BYTES, Entry, Recovered, RoundBody, SnapshotBody
 from diloco_node.daemon.manifest_file import load_manifest
-from diloco_node.errors import ConfigError
+from diloco_node.errors import ConfigError, ProtocolViolation, StoreRefused
+from diloco_node.numeric import NS_PER_S
+from diloco_node.storage.object_store import bucket_scheme
 from diloco_node.storage.store import RegionStore
+from diloco_node.storage.swapped_object import FOLDER, RECORD, SwappedObject
 
 TERMS_AHEAD: Final = 1 << 16
 """Above every term that the others can have come to since: with an election each second, 18 hours without a leader."""
@@ -38,6 +47,7 @@ class LoneRegion:
         voters: before. leavers: the members but this region, sorted; they leave the run.
         addresses: per member, as the ledger names it; empty: by run.toml.
         index: of the last entry that counts. versions: of the fragments' parameters there.
+        loss: what the witness holds and this region can't get, in words; empty: nothing.
     """
 
     region: str
@@ -46,33 +56,91 @@ class LoneRegion:
     addresses: Mapping[str, str]
     index: int
     versions: tuple[int, ...]
+    loss: str = ""
 
 
-def look_alone(folder: Path, region: str) -> LoneRegion:
+class WitnessBucket:
+    """The bucket of a witness, for who goes on without it.
+
+    Args:
+        url: of its place.
+
+    Raises:
+        ConfigError, StoreRefused: it can't be read: nobody knows then what would be lost.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._objects = SwappedObject(url, bucket_scheme(url))
+        try:
+            self._record = self._objects.read_tagged(RECORD, RECORD_BYTES_MAX)
+            self.keys = frozenset(self._objects.written(FOLDER))
+            self.record = None if self._record is None else decode_record(self._record.data)
+        except (StoreRefused, ProtocolViolation) as error:
+            raise StoreRefused(
+                f"{error}. What the witness holds may count: make it readable. If it is lost for good, make an empty "
+                "bucket of that name"
+            ) from error
+
+    def close(self) -> None:
+        """Put an empty object in its place, which has no vote. Raises StoreRefused: somebody has just written it."""
+        if self._record is None or self.record is None:
+            return
+        time.sleep(QUIET_NS / NS_PER_S)  # a region that goes on with it writes it meanwhile
+        empty = encode_record(WitnessRecord(self.record.run_id, secrets.token_bytes(DISK_ID_BYTES), 1))
+        if not self._objects.swap(RECORD, empty, self._record.tag):
+            raise StoreRefused(f"{self._objects.place}/{RECORD} has just been written: another region goes on with it")
+
+
+def look_alone(folder: Path, region: str, ask: Callable[[str], WitnessBucket] = WitnessBucket) -> LoneRegion:
     """Say what `go_on_alone` would do, without changing anything; a daemon may run on the folder.
 
-    Raises ConfigError: the region has no vote, or lacks a state or payload; the run is over, or has not begun; nobody
-    else is a member. StorageError: the folder can't be read, or is damaged.
+    Args:
+        ask: opens the bucket of the witness, if there is one, by its URL.
+
+    Raises:
+        ConfigError: the region has no vote, or lacks a state or payload; the run is over, or has not begun; nobody else
+            is a member; it can go on beside the witness. StorageError: the folder can't be read, or is damaged.
+            StoreRefused: the witness can't be read.
     """
-    return _read(folder, region, RegionStore(folder, is_read_only=True))[1]
+    return _read(folder, region, RegionStore(folder, is_read_only=True), ask).facts
 
 
-def go_on_alone(folder: Path, region: str, run_id: str, sign: Callable[[bytes], bytes]) -> LoneRegion:
+def go_on_alone(
+    folder: Path,
+    region: str,
+    run_id: str,
+    sign: Callable[[bytes], bytes],
+    ask: Callable[[str], WitnessBucket] = WitnessBucket,
+) -> LoneRegion:
     """Remove all members but this region in its own ledger. It goes on when its daemon is started.
 
-    sign: a statement, with the key of the run's authority.
+    Args:
+        folder: its state folder. sign: a statement, with the key of the run's authority. ask: as `look_alone`.
 
-    Raises ConfigError: as `look_alone`. StorageError: that, or a daemon runs on the folder, or it can't be written.
+    Raises:
+        ConfigError: as `look_alone`. StorageError: that, or a daemon runs on the folder, or it can't be written.
+        StoreRefused: as `look_alone`, or the witness was written meanwhile.
     """
-    look_alone(folder, region)  # a store that is opened for writing sets a damaged ledger aside
+    look_alone(folder, region, ask)  # a store that is opened for writing sets a damaged ledger aside
     with closing(RegionStore(folder)) as store:
-        recovery, facts = _read(folder, region, store)
-        entries = removals(recovery, region, lambda roster: sign(roster.statement(run_id)))
-        store.persist(recovery.term + TERMS_AHEAD, region, 0, entries)
-    return facts
+        ledger = _read(folder, region, store, ask)
+        entries = removals(ledger.recovery, region, lambda roster: sign(roster.statement(run_id)))
+        if ledger.bucket is not None:
+            ledger.bucket.close()
+        store.persist(ledger.recovery.term + TERMS_AHEAD, region, 0, entries)
+    return ledger.facts
 
 
-def _read(folder: Path, region: str, store: RegionStore) -> tuple[Recovered, LoneRegion]:
+@dataclass(frozen=True, slots=True)
+class _Ledger:
+    """The content of a folder."""
+
+    recovery: Recovered
+    facts: LoneRegion
+    bucket: WitnessBucket | None
+
+
+def _read(folder: Path, region: str, store: RegionStore, ask: Callable[[str], WitnessBucket]) -> _Ledger:
     """Read a folder, and check that its region can go on alone. Raises as `look_alone`."""
     manifest = load_manifest(folder)
     if manifest is None:
@@ -91,10 +159,45 @@ def _read(folder: Path, region: str, store: RegionStore) -> tuple[Recovered, Lon
         fault = f"the run is finished in {folder}: give it more steps, and start the region"
     if fault:
         raise ConfigError(fault)
+    bucket, loss = None, ""
+    if roster.witness:
+        bucket = ask(roster.memberships[roster.witness].address)
+        loss = _loss(region, roster, recovery, bucket)
     leavers = tuple(name for name in roster.disks if name != region)
     index = recovery.entries[-1].index if recovery.entries else base.index
     addresses = dict.fromkeys(roster.disks, "") | {name: roster.memberships[name].address for name in roster.names}
-    return recovery, LoneRegion(region, roster.voters, leavers, addresses, index, tuple(versions))
+    facts = LoneRegion(region, roster.voters, leavers, addresses, index, tuple(versions), loss)
+    return _Ledger(recovery, facts, bucket)
+
+
+def _loss(region: str, roster: Roster, recovery: Recovered, bucket: WitnessBucket) -> str:
+    """Say what the witness holds and this region can't get; empty: nothing that counts.
+
+    Raises:
+        ConfigError: the region can get all of it: with the witness it is a majority.
+    """
+    record = bucket.record
+    if record is None or record.disk != roster.disks[roster.witness]:
+        return ""  # the ledger names no such object: nothing that it acknowledged counts
+    hashes = {entry.index: entry.hash for entry in recovery.entries} | {recovery.base.index: recovery.base.hash}
+    last = recovery.entries[-1] if recovery.entries else recovery.base
+    is_behind = (last.term, last.index) < record.last
+    lacking = [entry for entry in record.entries if is_behind and hashes.get(entry.index) != entry.hash]
+    is_joined = not is_behind or hashes.get(record.base.index) == record.base.hash
+    rounds = [entry for entry in lacking if isinstance(entry.body, RoundBody)]
+    lost = [entry for entry in rounds if f"{FOLDER}/{entry.hash.hex()}" not in bucket.keys]
+    url, witness = roster.memberships[roster.witness].address, roster.witness
+    if is_joined and not lost:
+        more = f", and takes {len(lacking)} entries from there, up to entry {record.last[1]}" if lacking else ""
+        raise ConfigError(
+            f"start {region}: with {witness} at {url} it is 2 of the {len(roster.voters)} voters, so it goes on{more}"
+        )
+    if is_joined:
+        return f"{witness} has acknowledged entries up to {record.last[1]}, and lacks {len(lost)} of their payloads"
+    return (
+        f"{witness} has acknowledged entries up to {record.last[1]}, {len(rounds)} rounds among them, and shows those "
+        f"after entry {record.base.index} only"
+    )
 
 
 def _fault(folder: Path, region: str, roster: Roster, recovery: Recovered, lack: str) -> str:

@@ -151,6 +151,7 @@ class Node:
             run_id=spec.run_id,
             settings=spec.settings,
             store=runtime.store,
+            pacer=self.transport.pacer,
             spawn=spawn,
             post=self._post,
             note=note,
@@ -340,8 +341,7 @@ class Node:
 
     def control_arrived(self, peer: str, message: Message) -> None:
         """See TransportHandler."""
-        if peer != self.witness.name:  # which comes over no link, whoever has a certificate of that name
-            self.effects.control_arrived(peer, message)
+        self.effects.control_arrived(peer, message)
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """See TransportHandler."""

@@ -2,7 +2,12 @@
 
 Each message of the core becomes one turn (`core.ledger.witness`): read the record, answer, and write it if nobody else
 did meanwhile. Whatever fails has no answer, as a message that was lost; the core asks again. Payloads go to the bucket
-beside the turns, so that heartbeats are answered while a large one is on its way.
+beside the turns, so that heartbeats are answered while a large one is on its way. All of it is within the region's
+budget, under the witness's name: records count as control, payloads wait.
+
+A payload that no record names is removed a day after it was put there (`_orphans`), and an upload counts for as long.
+Both go by the bucket's clock, and a region looks for them right after it wrote the record. So a region that counts on
+an upload read the record before, and can't write it any more; or it reads how late it is.
 """
 
 from __future__ import annotations
@@ -11,10 +16,12 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any, Final
 
 from diloco_node.core import events as ev
 from diloco_node.core.ledger.roster import Roster
@@ -42,12 +49,15 @@ from diloco_node.core.messages import (
 from diloco_node.core.types import DISK_ID_BYTES, Entry, RoundBody, RunSettings
 from diloco_node.daemon.effects.fetch import Fetcher
 from diloco_node.daemon.effects.sending import Transport
-from diloco_node.daemon.work import Spawn, in_thread
+from diloco_node.daemon.work import Spawn, T, in_thread
 from diloco_node.errors import DilocoError, PeerError, StoreRefused
 from diloco_node.numeric import U8
+from diloco_node.storage.durable import DamagedFile
 from diloco_node.storage.object_store import BucketObjects, bucket_scheme
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.swapped_object import FOLDER, RECORD, SwappedObject
+from diloco_node.transport.pacing.pacer import Pacer
+from diloco_node.wire.message_tables import BudgetLane
 
 THREADS: Final = 3
 QUEUE_MAX: Final = 16
@@ -57,17 +67,60 @@ UPLOADS_MAX: Final = 2
 STORED_MAX: Final = 4096
 """Payloads of which is remembered that they are in the bucket."""
 
+ORPHAN_AGE: Final = timedelta(days=1)
+"""The longest time from an upload, however slow it is, to the record that names it."""
+
+SWEEP_EVERY: Final = timedelta(hours=1)
+WAIT_S: Final = 1.0
+
 LOOK_S: Final = 300.0
 """Between two looks at the bucket: a region that could not go on alone is to know before it has to."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OpenBucket:
-    """A witness that the log names: the record, and the payloads, which may take long."""
+    """The record, and the payloads, which may take long."""
 
-    name: str
     record: SwappedObject
     payloads: BucketObjects
+
+
+@dataclass(slots=True)
+class _WitnessPlace:
+    """A witness that the log names, and the knowledge of it. It ends with it: what is on its way then comes too late.
+
+    Attributes:
+        since: the entry that added it.
+        bucket: once it is opened and tried.
+        disk: the id of the object that was read last. read_at: when that was written, by the bucket's clock.
+        seen: the records that were read. swept_at: by the same clock, when orphans were looked for.
+        stored: by the hashes of their entries, payloads that are in the bucket, and `read_at` before each was sent.
+        uploads: those on their way.
+    """
+
+    name: str = ""
+    url: str = ""
+    since: int = 0
+    bucket: _OpenBucket | None = None
+    disk: bytes = b""
+    read_at: datetime | None = None
+    seen: WitnessWatch = field(default_factory=WitnessWatch)
+    swept_at: datetime | None = None
+    stored: dict[bytes, datetime] = field(default_factory=dict)
+    uploads: set[bytes] = field(default_factory=set)
+
+    def opened(self) -> _OpenBucket:
+        """The bucket, in a thread: opened and tried once. Raises ConfigError or StoreRefused."""
+        if self.bucket is None:
+            scheme = bucket_scheme(self.url)
+            bucket = _OpenBucket(SwappedObject(self.url, scheme), BucketObjects(self.url, scheme))
+            bucket.record.check(FOLDER)
+            self.bucket = bucket
+        return self.bucket
+
+    def uploaded(self, read_at: datetime) -> frozenset[bytes]:
+        """The uploads that count beside a record that was written then."""
+        return frozenset(key for key, at in list(self.stored.items()) if read_at - at < ORPHAN_AGE)
 
 
 class WitnessLink:
@@ -75,11 +128,10 @@ class WitnessLink:
 
     Args:
         region: this one. run_id, settings: of the run.
-        store: has the payloads.
+        store: has the payloads. pacer: has the budget.
         post: takes events for the core. note: takes news for the operator. now_ns: monotonic.
 
     Attributes:
-        name, url: of the witness; empty: the log names none.
         fault: why the last request failed; empty: it did not.
         fetcher: takes payloads that were asked for; set before the first request.
     """
@@ -93,25 +145,27 @@ class WitnessLink:
         run_id: str,
         settings: RunSettings,
         store: RegionStore,
+        pacer: Pacer,
         spawn: Spawn,
         post: Callable[[ev.Event], None],
         note: Callable[[ev.Note], None],
         now_ns: Callable[[], int],
     ) -> None:
-        self.name = self.url = self.fault = ""
+        self.fault = ""
         self._region, self._run_id, self._settings = region, run_id, settings
-        self._store, self._spawn, self._post, self._note = store, spawn, post, note
+        self._store, self._pacer, self._spawn, self._post, self._note = store, pacer, spawn, post, note
         self._now_ns = now_ns
-        self._place: _OpenBucket | None = None
+        self._place = _WitnessPlace()
+        # Of the lane in the budget one piece waits at a time.
+        self._turn_to_send = asyncio.Lock()
         self._threads = ThreadPoolExecutor(THREADS, "witness")
         self._queue: deque[Message] = deque(maxlen=QUEUE_MAX)
         self._is_busy = self._is_watching = False
-        # The id of the object that was read last; by the hashes of their entries, payloads that are in its bucket and
-        # those on their way there.
-        self._disk = b""
-        self._seen = WitnessWatch()
-        self._stored: dict[bytes, None] = {}
-        self._uploads: set[bytes] = set()
+
+    @property
+    def name(self) -> str:
+        """The witness's name; empty: the log names none."""
+        return self._place.name
 
     @property
     def there(self) -> frozenset[str]:
@@ -120,14 +174,15 @@ class WitnessLink:
 
     def follow(self, roster: Roster) -> None:
         """Speak with the witness of this roster from now on."""
-        url = roster.memberships[roster.witness].address if roster.witness else ""
-        if (roster.witness, url) == (self.name, self.url):
+        line = roster.memberships.get(roster.witness)
+        place = _WitnessPlace(roster.witness, line.address, line.since) if line else _WitnessPlace()
+        if (place.name, place.url, place.since) == (self._place.name, self._place.url, self._place.since):
             return
-        self.name, self.url, self.fault, self._place = roster.witness, url, "", None
+        self.fault, self._place = "", place
         self._queue.clear()
-        self._stored.clear()
-        if url and not self._is_watching:
+        if line and not self._is_watching:
             self._is_watching = True
+            self._pacer.add_peer(place.name, is_linked=False)
             self._spawn(self._watch(), "witness watch")
 
     def close(self) -> None:
@@ -159,121 +214,165 @@ class WitnessLink:
             self._is_busy = False
 
     async def _take_turn(self, message: Message) -> None:
-        name, stored = self.name, frozenset(self._stored)
-        try:
-            turn, record = await in_thread(self._threads, self._swap, message, stored)
-        except (DilocoError, RuntimeError) as error:  # the latter after `close`
-            self._tell(name, str(error))
+        place, loop = self._place, asyncio.get_running_loop()
+        outcome = await self._ask(place, partial(self._swap, place, message, loop))
+        if outcome is None or place is not self._place:
             return
-        if name != self.name:
-            return
-        self._tell(name, "")
-        if record is not None and record.disk != self._disk:
-            self._disk = record.disk
-            self._stored.clear()
+        turn, record = outcome
+        if record is not None and record.disk != place.disk:
+            place.disk = record.disk
+            place.stored.clear()
         for entry in turn.lacking:
-            self._upload_soon(entry)
+            self._upload_soon(place, entry)
         for answer in turn.messages:
             try:
-                self._post(ev.MessageArrived(name, answer))
+                self._post(ev.MessageArrived(place.name, answer))
             except PeerError as error:
-                self._note(ev.Note("witness", f"{name}: {error}", is_alarm=True))
-        if turn.dropped:
-            self._spawn(self._remove(turn.dropped), "witness cleaning")
+                self._note(ev.Note("witness", f"{place.name}: {error}", is_alarm=True))
+        is_due = place.read_at and (place.swept_at is None or place.read_at - place.swept_at >= SWEEP_EVERY)
+        if turn.record is not None and is_due:
+            place.swept_at = place.read_at
+            self._spawn(self._remove(place, turn.dropped, self._orphans(place, turn.record)), "witness sweep")
+        elif turn.dropped:
+            self._spawn(self._remove(place, turn.dropped), "witness cleaning")
 
-    def _swap(self, message: Message, stored: frozenset[bytes]) -> tuple[WitnessTurn, WitnessRecord | None]:
+    async def _ask(self, place: _WitnessPlace, request: Callable[[], T]) -> T | None:
+        """The outcome of a request in a thread; None: it failed. Both are told, if that is news."""
+        try:
+            outcome = await in_thread(self._threads, request)
+        except (DilocoError, RuntimeError) as error:  # the latter after `close`
+            self._tell(place, str(error))
+            return None
+        self._tell(place, "")
+        return outcome
+
+    def _swap(
+        self, place: _WitnessPlace, message: Message, loop: asyncio.AbstractEventLoop
+    ) -> tuple[WitnessTurn, WitnessRecord | None]:
         """Take one turn, in a thread. The turn is empty if somebody else wrote the record first."""
-        place = self._opened()
-        answer = place.record.read_tagged(RECORD, RECORD_BYTES_MAX)
-        data, tag = answer if answer is not None else (b"", None)
-        current = decode_record(data) if answer is not None else None
+        bucket = place.opened()
+        answer = bucket.record.read_tagged(RECORD, RECORD_BYTES_MAX)
+        current, uploads = None, frozenset[bytes]()
+        if answer is not None:
+            loop.call_soon_threadsafe(partial(self._pacer.was_read, place.name, len(answer.data), is_bulk=False))
+            current, place.read_at = decode_record(answer.data), answer.written
+            uploads = place.uploaded(answer.written) if current.disk == place.disk else uploads
         turn = take_turn(
             current,
             message,
-            watch=self._seen,
+            watch=place.seen,
             now_ns=self._now_ns(),
             region=self._region,
             run_id=self._run_id,
             new_disk=secrets.token_bytes(DISK_ID_BYTES),
-            uploads=stored if current is not None and current.disk == self._disk else frozenset(),
+            uploads=uploads,
             tail_max=tail_limit(self._settings),
         )
-        if current is not None and self._seen.is_stale(current):
+        if current is not None and place.seen.is_stale(current):
             raise StoreRefused(
-                f"{self.url} holds an older record than was read here before, which may have forgotten a vote: `"
-                f"members remove {self.name}`, then `members witness` with an empty place"
+                f"{place.url} holds an older record than was read here before, which may have forgotten a vote: `"
+                f"members remove {place.name}`, then `members witness` with an empty place"
             )
         if turn.record is not None:
-            if not place.record.swap(RECORD, encode_record(turn.record), tag):
+            data = encode_record(turn.record)
+            loop.call_soon_threadsafe(self._pacer.control_sent, place.name, len(data))
+            if not bucket.record.swap(RECORD, data, answer.tag if answer is not None else None):
                 return WitnessTurn(), current
-            self._seen.see(turn.record, now_ns=self._now_ns())
+            place.seen.see(turn.record, now_ns=self._now_ns())
         return turn, turn.record or current
 
-    def _opened(self) -> _OpenBucket:
-        """The bucket, in a thread: opened and tried once. Raises ConfigError or StoreRefused."""
-        place, name, url = self._place, self.name, self.url
-        if place is None or place.name != name or place.record.place != url.rstrip("/"):
-            scheme = bucket_scheme(url)
-            place = _OpenBucket(name, SwappedObject(url, scheme), BucketObjects(url, scheme))
-            place.record.check(FOLDER)
-            self._place = place
-        return place
+    def _upload_soon(self, place: _WitnessPlace, entry: Entry) -> None:
+        if place.read_at is not None and entry.hash not in place.uploads and len(place.uploads) < UPLOADS_MAX:
+            place.uploads.add(entry.hash)
+            self._spawn(self._upload(place, entry, place.read_at), "witness payload")
 
-    def _upload_soon(self, entry: Entry) -> None:
-        if entry.hash not in self._uploads and len(self._uploads) < UPLOADS_MAX:
-            self._uploads.add(entry.hash)
-            self._spawn(self._upload(entry), "witness payload")
-
-    async def _upload(self, entry: Entry) -> None:
-        name, body = self.name, entry.body
+    async def _upload(self, place: _WitnessPlace, entry: Entry, read_at: datetime) -> None:
+        disk, body, loop = place.disk, entry.body, asyncio.get_running_loop()
         assert isinstance(body, RoundBody)
+        size_bytes = self.fetcher.parameters.blocks[body.fragment].encoded_bytes
 
-        def write() -> None:
+        def pace(count: int) -> None:
+            _wait(self._may_send(place.name, count), loop)
+
+        def write() -> bool:
             content = self._store.read_payload(body.fragment, body.version, body.payload_digest)
-            self._opened().payloads.write(_key(entry.hash), [content.data])
+            place.opened().payloads.write(_key(entry.hash), [content.data], pace=pace)
+            return True
 
+        self._pacer.transfer_started(place.name, BudgetLane.ROUNDS, size_bytes)
         try:
-            await in_thread(self._threads, write)
-        except (DilocoError, RuntimeError) as error:
-            self._tell(name, str(error))
-        else:
-            if name == self.name:
-                self._stored[entry.hash] = None
-                while len(self._stored) > STORED_MAX:
-                    del self._stored[next(iter(self._stored))]
+            if await self._ask(place, write) and disk == place.disk:
+                place.stored[entry.hash] = read_at
+                while len(place.stored) > STORED_MAX:
+                    del place.stored[next(iter(place.stored))]
         finally:
-            self._uploads.discard(entry.hash)
+            self._pacer.transfer_ended(place.name, size_bytes)
+            place.uploads.discard(entry.hash)
 
-    async def _remove(self, hashes: frozenset[bytes]) -> None:
-        """Remove payloads that nobody needs. One that can't be removed stays, and costs only its room.
+    async def _may_send(self, name: str, count: int) -> None:
+        """Wait for the budget. obstore sends what it got at once, so the ceiling holds over a part of an object."""
+        async with self._turn_to_send:
+            while count > 0:
+                piece_bytes = min(count, self._pacer.piece_bytes(name))
+                await self._pacer.acquire(name, BudgetLane.ROUNDS, piece_bytes, ())
+                count -= piece_bytes
+
+    async def _may_read(self, name: str, count: int) -> None:
+        """Count it, and wait as long as it takes at the region's ceiling."""
+        self._pacer.was_read(name, count)
+        if rate := self._pacer.status()["ingress_bytes_per_s"]:
+            await asyncio.sleep(count / rate)
+
+    def _orphans(self, place: _WitnessPlace, record: WitnessRecord) -> Callable[[], frozenset[str]]:
+        """In a thread: the keys of objects that nobody will name, by what was just written."""
+        read_at, keys = place.read_at, {RECORD, *map(_key, record.payloads)}
+        assert read_at is not None
+
+        def find() -> frozenset[str]:
+            written = place.opened().record.written(FOLDER)
+            return frozenset(key for key, at in written.items() if key not in keys and read_at - at > ORPHAN_AGE)
+
+        return find
+
+    async def _remove(
+        self, place: _WitnessPlace, hashes: frozenset[bytes], find_orphans: Callable[[], frozenset[str]] = frozenset
+    ) -> None:
+        """Remove what nobody needs. After one that can't be removed all stay, and are orphans soon.
 
         None of them is put there meanwhile.
         """
         for entry_hash in hashes:
-            self._stored.pop(entry_hash, None)
-        self._uploads |= hashes
+            place.stored.pop(entry_hash, None)
+        place.uploads |= hashes
 
         def remove() -> None:
-            place = self._opened()
-            for entry_hash in sorted(hashes):
-                with contextlib.suppress(DilocoError):
-                    place.payloads.remove(_key(entry_hash))
+            objects = place.opened().record
+            for key in sorted(find_orphans() | set(map(_key, hashes))):
+                with contextlib.suppress(DamagedFile):  # it is gone already
+                    objects.remove(key)
 
         try:
             with contextlib.suppress(DilocoError, RuntimeError):
                 await in_thread(self._threads, remove)
         finally:
-            self._uploads -= hashes
+            place.uploads -= hashes
 
     async def _fetch(self, request: PayloadRequested) -> None:
-        name, header = self.name, Payload(request.fragment, request.version, request.digest)
+        place, loop = self._place, asyncio.get_running_loop()
+        name, header = place.name, Payload(request.fragment, request.version, request.digest)
         size_bytes = self.fetcher.parameters.blocks[request.fragment].encoded_bytes
 
+        def pace(count: int) -> None:
+            _wait(self._may_read(name, count), loop)
+
         def read() -> U8 | None:
-            place = self._opened()
-            answer = place.record.read_tagged(RECORD, RECORD_BYTES_MAX)
-            entry_hash = decode_record(answer[0]).entry_of(*_name(request)) if answer is not None else b""
-            return place.payloads.read(_key(entry_hash), size_bytes) if entry_hash else None
+            bucket = place.opened()
+            answer = bucket.record.read_tagged(RECORD, RECORD_BYTES_MAX)
+            if answer is None:
+                return None
+            pace(len(answer.data))
+            entry_hash = decode_record(answer.data).entry_of(*_name(request))
+            return bucket.payloads.read(_key(entry_hash), size_bytes, pace=pace) if entry_hash else None
 
         self.fetcher.expects(name, header, size_bytes)  # no watchdog: the request has its own time limits
         body = None
@@ -287,21 +386,15 @@ class WitnessLink:
     async def _watch(self) -> None:
         """Look at the bucket now and then."""
         while True:
-            name = self.name
-            if name:
-                try:
-                    await in_thread(self._threads, lambda: self._opened().record.read_tagged(RECORD, RECORD_BYTES_MAX))
-                except (DilocoError, RuntimeError) as error:
-                    self._tell(name, str(error))
-                else:
-                    self._tell(name, "")
+            if self.name:
+                await self._ask(self._place, partial(_look, self._place))
             await asyncio.sleep(LOOK_S)
 
-    def _tell(self, name: str, fault: str) -> None:
+    def _tell(self, place: _WitnessPlace, fault: str) -> None:
         """Say once that the witness answers no more, or answers again."""
-        if name != self.name or bool(fault) == bool(self.fault):
+        if place is not self._place or bool(fault) == bool(self.fault):
             return
-        self.fault = fault
+        self.fault, name = fault, place.name
         news = f"{name} does not answer: {fault}" if fault else f"{name} answers again"
         self._note(ev.Note("witness", news, is_alarm=bool(fault)))
 
@@ -326,6 +419,21 @@ class WitnessRoute:
     def reject(self, peer: str, error: PeerError) -> None:
         """See Transport."""
         self._transport.reject(peer, error)
+
+
+def _wait(permission: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop) -> None:
+    """Wait in a thread, but not for a loop that has ended. Raises StoreRefused."""
+    future = asyncio.run_coroutine_threadsafe(permission, loop)
+    while True:
+        try:
+            return future.result(WAIT_S)
+        except (TimeoutError, CancelledError):
+            if future.cancelled() or loop.is_closed():
+                raise StoreRefused("the daemon ends") from None
+
+
+def _look(place: _WitnessPlace) -> None:
+    place.opened().record.read_tagged(RECORD, RECORD_BYTES_MAX)
 
 
 def _key(entry_hash: bytes) -> str:

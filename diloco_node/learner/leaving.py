@@ -6,6 +6,7 @@ made meanwhile: what a script saves, evaluates or goes on with after the `with` 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
@@ -81,16 +82,18 @@ def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None]) -> Non
     for _ in boundaries.settle(FINAL_WAIT_S, until=lambda: has_all() or boundaries.is_stopping()):
         pass
     if ranks.share_bytes(b"1" if has_all() else b"") == b"1":
-        _place_final(fragments)
+        _place_final(fragments, session)
     elif session is not None:
         warn("the run is over, but its last versions did not come here: take final.safetensors, not this model")
 
 
-def _place_final(fragments: LearnerFragments) -> None:
+def _place_final(fragments: LearnerFragments, session: LearnerSession | None) -> None:
     """Set the model to the global parameters, as a new process is set to them."""
     whole = fragments.gathered(fragments.global_vectors())
-    for index, position in enumerate(fragments.positions):
-        fragments.positions[index] = UNATTACHED
-        offer = VersionOffered(index, position.base_version, NO_SNAPSHOT, slot=fragments.slots[index])
-        fragments.apply(offer, None if whole is None else whole[index])
-        fragments.positions[index] = position  # as the daemon knows it
+    # A daemon that comes now is told of no fragment as unattached, and writes to no slot that is read here.
+    with contextlib.nullcontext() if session is None else session.link.lock:
+        for index, position in enumerate(fragments.positions):
+            fragments.positions[index] = UNATTACHED
+            offer = VersionOffered(index, position.base_version, NO_SNAPSHOT, slot=fragments.slots[index])
+            fragments.apply(offer, None if whole is None else whole[index])
+            fragments.positions[index] = position  # as the daemon knows it

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -46,6 +46,14 @@ CLIENT: Final[ClientConfig] = {"connect_timeout": "10s", "timeout": "10m", "allo
 
 RETRIES: Final[RetryConfig] = {"max_retries": 6, "retry_timeout": timedelta(minutes=3)}
 ERROR_CHARACTERS: Final = 300
+
+
+Pace = Callable[[int], None]
+"""Takes a number of bytes, and returns when they may go. Called in the thread of the request."""
+
+
+def _at_once(_: int) -> None:
+    pass
 
 
 class Objects(Protocol):
@@ -178,8 +186,8 @@ class BucketObjects:
         with self.errors("list", ""):
             return {meta["path"]: meta["size"] for chunk in obstore.list(self.store) for meta in chunk}
 
-    def read(self, key: str, bytes_max: int) -> U8:
-        """As `Objects`."""
+    def read(self, key: str, bytes_max: int, *, pace: Pace = _at_once) -> U8:
+        """As `Objects`. `pace`: called before so many bytes are asked for."""
         import obstore
 
         with self.errors("read", key):
@@ -190,22 +198,30 @@ class BucketObjects:
             # In ranges, for a time limit is that of a whole answer.
             for start in range(0, size_bytes, CHUNK_BYTES):
                 stop = min(start + CHUNK_BYTES, size_bytes)
+                pace(stop - start)
                 chunk = obstore.get_range(self.store, key, start=start, end=stop)
                 content[start:stop] = np.frombuffer(memoryview(chunk), np.uint8)
         return content
 
-    def write(self, key: str, chunks: Sequence[bytes | memoryview]) -> None:
-        """As `Objects`."""
+    def write(self, key: str, chunks: Sequence[bytes | memoryview], *, pace: Pace = _at_once) -> None:
+        """As `Objects`. `pace`: called before so many bytes are handed to the store."""
         import obstore
 
         views = [memoryview(chunk).cast("B") for chunk in chunks]
-        pieces = (view[start : start + CHUNK_BYTES] for view in views for start in range(0, len(view), CHUNK_BYTES))
+
+        def paced() -> Iterator[memoryview]:
+            for view in views:
+                for start in range(0, len(view), CHUNK_BYTES):
+                    piece = view[start : start + CHUNK_BYTES]
+                    pace(len(piece))
+                    yield piece
+
         is_large = sum(map(len, views)) > CHUNK_BYTES
         with self.errors("write", key):
             obstore.put(
                 self.store,
                 key,
-                pieces,
+                paced(),
                 use_multipart=is_large,
                 chunk_size=CHUNK_BYTES,
                 max_concurrency=PARTS_AT_ONCE,

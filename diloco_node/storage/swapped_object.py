@@ -7,7 +7,8 @@ conditions would lose writes without a word. So each process tries them (`check`
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Final
+from datetime import datetime
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from diloco_node.errors import StoreRefused
 from diloco_node.storage.durable import DamagedFile
@@ -26,13 +27,21 @@ RETRIES: Final[RetryConfig] = {"max_retries": 0}
 """None: the core asks again. And a write that was sent twice could be refused for the first one's sake."""
 
 
+class TaggedObject(NamedTuple):
+    """The content of an object, the mark of this version, and when it was written, by the store's clock."""
+
+    data: bytes
+    tag: UpdateVersion
+    written: datetime
+
+
 class SwappedObject(BucketObjects):
     """Objects of a bucket, asked with short patience; arguments and errors as `BucketObjects`."""
 
     client, retries = CLIENT, RETRIES
 
-    def read_tagged(self, key: str, bytes_max: int) -> tuple[bytes, UpdateVersion] | None:
-        """Read an object with its tag; None: it is not there."""
+    def read_tagged(self, key: str, bytes_max: int) -> TaggedObject | None:
+        """Read an object; None: it is not there."""
         import obstore
 
         try:
@@ -41,7 +50,7 @@ class SwappedObject(BucketObjects):
                 meta = answer.meta
                 if meta["size"] > bytes_max:
                     raise StoreRefused(f"{self.place}/{key} has {meta['size']} bytes, at most {bytes_max} belong there")
-                return bytes(answer.bytes()), _tag(meta["e_tag"], meta["version"])
+                return TaggedObject(bytes(answer.bytes()), _tag(meta["e_tag"], meta["version"]), meta["last_modified"])
         except DamagedFile:
             return None
 
@@ -59,6 +68,14 @@ class SwappedObject(BucketObjects):
                 return False
         return True
 
+    def written(self, folder: str) -> dict[str, datetime]:
+        """When each object below a folder was written, or begun, by its key."""
+        import obstore
+
+        with self.errors("list", folder):
+            chunks = obstore.list(self.store, folder)
+            return {meta["path"]: meta["last_modified"] for chunk in chunks for meta in chunk}
+
     def check(self, folder: str) -> None:
         """Try the conditions on an object of its own below a folder.
 
@@ -68,9 +85,9 @@ class SwappedObject(BucketObjects):
         is_made = self.swap(key, b"1", None)
         try:
             first = self.read_tagged(key, 1)
-            if not is_made or first is None or self.swap(key, b"2", None) or not self.swap(key, b"3", first[1]):
+            if not is_made or first is None or self.swap(key, b"2", None) or not self.swap(key, b"3", first.tag):
                 self._refuse("If-None-Match")
-            elif self.swap(key, b"4", first[1]):
+            elif self.swap(key, b"4", first.tag):
                 self._refuse("If-Match")
         finally:
             self.remove(key)

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from diloco_node.atomic_file import replace_file
+from diloco_node.core.shapes import REGION_NAMES, is_region_name
 from diloco_node.errors import ConfigError, IdentityError
 from diloco_node.transport.certificates import (
     CA_CERT,
@@ -35,7 +36,6 @@ from diloco_node.transport.certificates import (
     read_pem,
     tls_name,
 )
-from diloco_node.wire.message_schema import is_region_name
 
 VALID: Final = dt.timedelta(days=365)
 CA_VALID: Final = dt.timedelta(days=3650)
@@ -247,7 +247,7 @@ def _check_names(run_id: str, regions: Sequence[str]) -> None:
         raise ConfigError("no regions: name at least one to make certificates for")
     for kind, name in [("run id", run_id), *(("region", region) for region in regions)]:
         if not is_region_name(name):
-            raise ConfigError(f"{kind} {name!a}: use 1 to 63 of a-z, 0-9 and '-'")
+            raise ConfigError(f"{kind} {name!a}: use {REGION_NAMES}")
     if len(set(regions)) != len(regions):
         raise ConfigError("a region is named twice: every region needs a name of its own")
 

@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from diloco_node.core.shapes import is_region_name
 from diloco_node.errors import IdentityError, PeerCertificateRefused
-from diloco_node.wire.message_schema import is_region_name
 
 PEM_BYTES_MAX: Final = 64 * 2**10
 

@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgpack
 
 from diloco_node.core.array_codec import DEPTH_MAX, ArrayCodecs
-from diloco_node.core.shapes import REGION_PATTERN, Bounds, Check, OutOfBounds
+from diloco_node.core.shapes import Bounds, Check, OutOfBounds
 from diloco_node.core.unpacking import SHORT_BYTES, unpack, unpack_short
 from diloco_node.errors import ProtocolViolation
 
@@ -38,11 +38,6 @@ class Limits:
         """Arrays and scalars in one message: the longest ones are floats, of more than 8 bytes. Bounds what decoding
         takes to about ten times the message's limit."""
         return max(VALUES_MIN, self.message_bytes_max // 8)
-
-
-def is_region_name(name: str) -> bool:
-    """Whether a region may have this name: `[a-z0-9-]`, 1 to 63 characters."""
-    return REGION_PATTERN.fullmatch(name) is not None
 
 
 class Schema(Generic[T]):

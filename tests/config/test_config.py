@@ -335,6 +335,7 @@ def test_a_region_without_address_binds_any_port_on_loopback(tmp_path: Path) -> 
         ("model.hf_args=fast", ['model.hf_args is "fast"', "must be a table"]),
         ("model.shard=zero", ["it must be 'none', 'ddp' or 'fsdp'"]),
         ("regions.EU.address=a:1", ["[regions.EU] (--set", "a-z, 0-9 and '-'"]),
+        ("regions.witness.address=a:1", ["[regions.witness] (--set", "not 'witness'"]),
         (f"regions.{'a' * 64}.address=a:1", ["1 to 63"]),
         ("regions.eu.adress=a:1", ["regions.eu.adress", "did you mean address?"]),
         ("regions.eu.address=foo", ["HOST:PORT", "10.0.0.1:7400"]),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,18 +10,30 @@ import pytest
 
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.ledger.witness import WitnessRecord
 from diloco_node.core.member_kind import MembershipBody
-from diloco_node.core.types import DiskNamedBody, Entry, EntryBody, FinishedBody, GenesisBody, LeaderBody, SnapshotBody
-from diloco_node.daemon.lone_region import TERMS_AHEAD, go_on_alone, look_alone
+from diloco_node.core.types import (
+    DiskNamedBody,
+    Entry,
+    EntryBody,
+    FinishedBody,
+    GenesisBody,
+    LeaderBody,
+    LedgerBase,
+    SnapshotBody,
+)
+from diloco_node.daemon.lone_region import TERMS_AHEAD, WitnessBucket, go_on_alone, look_alone
 from diloco_node.daemon.manifest_file import save_manifest
-from diloco_node.errors import ConfigError, StorageError
+from diloco_node.errors import ConfigError, StorageError, StoreRefused
 from diloco_node.storage.store import RegionStore
+from diloco_node.storage.swapped_object import FOLDER
 from tests.kit.ledger_kit import a_round, disk_of
 from tests.kit.node_kit import MANIFEST
 
 REGIONS = ("a", "b", "c")
 FRAGMENTS = len(MANIFEST.fragments)
 TERM = 7
+W = disk_of("w")
 
 
 def begin(folder: Path, bodies: Sequence[EntryBody] = (), *, is_own: bool = True, has_states: bool = True) -> None:
@@ -69,13 +82,98 @@ def test_its_entries_remove_the_others_each_by_a_signature_of_its_own(tmp_path: 
     assert roster.disks == {"b": recovered.disk}
 
 
-def test_a_witness_is_removed_before_the_votes_beside_it(tmp_path: Path) -> None:
-    changes = [("c", "former", ""), ("w", "witness", "s3://sites/run")]
-    begin(tmp_path / "b", [MembershipBody(*change, b"of before") for change in changes])
-    assert go_on_alone(tmp_path / "b", "b", "run", sign).leavers == ("a", "w")
+URL = "s3://sites/run"
+
+
+class Bucket(WitnessBucket):
+    """A bucket that holds this record, and the payloads of these entries."""
+
+    def __init__(self, record: WitnessRecord | None = None, entries: Sequence[Entry] = ()) -> None:
+        self.record, self.keys = record, frozenset(f"{FOLDER}/{entry.hash.hex()}" for entry in entries)
+        self.closed = 0
+
+    def ask(self, url: str) -> "Bucket":
+        assert url == URL
+        return self
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def begin_two_sites(folder: Path) -> tuple[Entry, ...]:
+    """Leave the folder of region b, beside a witness with a vote, with 5 entries; return them and five more."""
+    changes = [MembershipBody("c", "former", "", b"of before"), MembershipBody("witness", "witness", URL, b"of before")]
+    begin(folder, [*changes, DiskNamedBody("witness", W)])
+    with closing(RegionStore(folder)) as store:
+        entries = list(store.load(FRAGMENTS).entries)
+    for version in range(1, 6):
+        entries.append(seal(5 + version, TERM + 1, entries[-1].hash, a_round(version)))
+    return tuple(entries)
+
+
+def record_of(log: Sequence[Entry], base: int) -> WitnessRecord:
+    """The record of a witness whose tail begins after an entry."""
+    last = log[base - 1]
+    tail = tuple(log[base:])
+    return WitnessRecord("run", W, 7, TERM + 1, base=LedgerBase(base, last.term, last.hash, b""), entries=tail)
+
+
+@pytest.mark.parametrize("is_unnamed", [False, True])
+def test_beside_a_witness_that_is_gone_it_goes_on_and_removes_that_before_the_votes(
+    tmp_path: Path, *, is_unnamed: bool
+) -> None:
+    log = begin_two_sites(tmp_path / "b")
+    bucket = Bucket(replace(record_of(log, 5), disk=disk_of("v")) if is_unnamed else None)
+    facts = go_on_alone(tmp_path / "b", "b", "run", sign, bucket.ask)
+    assert (facts.leavers, facts.loss, bucket.closed) == (("a", "witness"), "", 1)
     with closing(RegionStore(tmp_path / "b")) as store:
         bodies = [entry.body for entry in store.load(FRAGMENTS).entries][-2:]
-    assert [getattr(body, "region", "") for body in bodies] == ["w", "a"]
+    assert [getattr(body, "region", "") for body in bodies] == ["witness", "a"]
+
+
+def test_what_the_witness_has_acknowledged_is_not_thrown_away_where_it_can_be_had(tmp_path: Path) -> None:
+    log = begin_two_sites(tmp_path / "b")
+    for bucket, words in (
+        (Bucket(record_of(log, 5), log[5:]), "it is 2 of the 3 voters, so it goes on, and takes 5 entries .* entry 10"),
+        (Bucket(record_of(log[:5], 4)), "it is 2 of the 3 voters, so it goes on$"),
+        (Bucket(record_of(log[:3], 2)), "it is 2 of the 3 voters, so it goes on$"),
+    ):
+        with pytest.raises(ConfigError, match=f"start b: with witness at {URL} {words}"):
+            go_on_alone(tmp_path / "b", "b", "run", sign, bucket.ask)
+        assert bucket.closed == 0
+
+
+def test_what_the_witness_holds_and_nobody_can_have_is_named_before_it_is_lost(tmp_path: Path) -> None:
+    log = begin_two_sites(tmp_path / "b")
+    for bucket, words in (
+        (Bucket(record_of(log, 5), log[7:]), "entries up to 10, and lacks 2 of their payloads"),
+        (
+            Bucket(record_of(log, 8), log[5:]),
+            "entries up to 10, 2 rounds among them, and shows those after entry 8 only",
+        ),
+    ):
+        loss = f"witness has acknowledged {words}"
+        assert look_alone(tmp_path / "b", "b", bucket.ask).loss == loss
+    assert bucket.closed == 0
+    assert go_on_alone(tmp_path / "b", "b", "run", sign, bucket.ask).loss == loss
+    assert bucket.closed == 1, "the other site can't go on with it"
+
+
+def test_a_witness_that_can_not_be_read_or_closed_stops_it(tmp_path: Path) -> None:
+    log = begin_two_sites(tmp_path / "b")
+    before = (tmp_path / "b" / "ledger.log").read_bytes()
+
+    def refuse(_: str) -> WitnessBucket:
+        raise StoreRefused("nobody answers")
+
+    class Written(Bucket):
+        def close(self) -> None:
+            raise StoreRefused("has just been written")
+
+    for ask in (refuse, Written(record_of(log, 8)).ask):
+        with pytest.raises(StoreRefused):
+            go_on_alone(tmp_path / "b", "b", "run", sign, ask)
+        assert (tmp_path / "b" / "ledger.log").read_bytes() == before
 
 
 def test_a_voter_without_a_folder_is_removed_first(tmp_path: Path) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import numpy as np
 import pytest
 
+from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core import events as ev
 from diloco_node.core.ledger.roster import Membership, Roster
 from diloco_node.core.ledger.witness import QUIET_NS, RECORD_BYTES_MAX
@@ -26,13 +30,17 @@ from diloco_node.core.messages import (
     RequestVoteReply,
     StateRequested,
 )
-from diloco_node.core.types import RunSettings
+from diloco_node.core.types import RateLimits, RunSettings
+from diloco_node.daemon import lone_region, witness_link
+from diloco_node.daemon.lone_region import WitnessBucket
 from diloco_node.daemon.witness_link import WitnessLink, WitnessRoute
 from diloco_node.errors import StoreRefused
 from diloco_node.numeric import U8
+from diloco_node.storage import object_store
 from diloco_node.storage.durable import DamagedFile
-from diloco_node.storage.object_store import bucket_scheme
+from diloco_node.storage.object_store import BucketObjects, bucket_scheme
 from diloco_node.storage.swapped_object import FOLDER, RECORD, SwappedObject
+from diloco_node.transport.pacing.pacer import Pacer
 from tests.kit.ledger_kit import a_round, append_entries, chain, disk_of
 from tests.kit.s3_server import s3_server
 
@@ -149,18 +157,32 @@ class Site:
         self.answers: list[tuple[str, Message]] = []
         self.notes: list[ev.Note] = []
         self.fetcher = FakeFetcher()
+        self.tasks: set[str] = set()
+        self.lasting = {"witness watch"}
+        self.pacer = Pacer((), meter=cast(Any, SimpleNamespace(sample=lambda: None)), send=lambda *_: None)
         self.link = WitnessLink(
             region=region,
             run_id="run",
             settings=RunSettings(),
             store=cast(Any, FakeStore()),
-            spawn=lambda coroutine, _: asyncio.get_running_loop().create_task(coroutine),
+            pacer=self.pacer,
+            spawn=self._spawn,
             post=self._take,
             note=self.notes.append,
             now_ns=lambda: self.now_ns,
         )
         self.link.fetcher = cast(Any, self.fetcher)
-        self.link.follow(Roster({"w": Membership(MemberKind.WITNESS, address=url)}))
+        self.follow(url)
+
+    def follow(self, url: str, since: int = 1) -> None:
+        """The log names a witness there from this entry on."""
+        self.link.follow(Roster({"w": Membership(MemberKind.WITNESS, address=url, since=since)}))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        self.tasks.add(name)
+        task = asyncio.get_running_loop().create_task(coroutine)
+        task.add_done_callback(lambda _: self.tasks.discard(name))
+        return task
 
     def _take(self, event: ev.Event) -> None:
         assert isinstance(event, ev.MessageArrived)
@@ -267,6 +289,151 @@ def test_an_older_record_in_its_place_is_answered_by_nobody_and_named(url: str) 
         assert "holds an older record than was read here before" in site.notes[-1].text
         assert len(site.answers) == count
         site.link.close()
+
+    asyncio.run(scenario())
+
+
+def test_answers_and_uploads_of_a_witness_that_was_removed_come_too_late(
+    monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    """The next one has its name: an upload that counted there, too, would be acknowledged without the payload."""
+    swap, write, is_held = SwappedObject.swap, BucketObjects.write, threading.Event()
+
+    def slow_swap(self: SwappedObject, *args: Any) -> bool:
+        is_held.wait(WAIT_S)
+        return swap(self, *args)
+
+    def slow_write(self: BucketObjects, *args: Any, **names: Any) -> None:
+        is_held.wait(WAIT_S)
+        write(self, *args, **names)
+
+    async def scenario() -> None:
+        site = Site("a", url)
+        await site.ask(BaseSent(1, 1, 1, 1, LOG[0].hash, b""))
+        monkeypatch.setattr(BucketObjects, "write", slow_write)
+        await site.ask(append_entries(LOG, 2, 2, term=1))
+        first = site.link._place
+        await until(lambda: LOG[1].hash in first.uploads)
+        monkeypatch.setattr(SwappedObject, "swap", slow_swap)
+        site.link.send(BaseSent(2, 2, 1, 1, LOG[0].hash, b""))
+        await asyncio.sleep(0.2)
+        count = len(site.answers)
+        site.follow(f"{url}/other", since=9)
+        is_held.set()
+        await until(lambda: not first.uploads and not site.link._is_busy)
+        assert len(site.answers) == count
+        assert site.link._place.stored == {}
+        reply = await site.ask(BaseSent(2, 1, 1, 1, LOG[0].hash, b""))
+        assert isinstance(reply, AppendEntriesReply)
+        reply = await site.ask(append_entries(LOG, 2, 2, term=2))
+        assert isinstance(reply, AppendEntriesReply)
+        assert reply.durable_index == 1, "its payload is not there"
+        site.link.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_no_record_names_is_removed_after_a_day(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    bucket = opened(url)
+    bucket.write(f"{FOLDER}/{LOG[1].hash.hex()}", [BODY])
+    bucket.write(f"{FOLDER}/orphan", [BODY])
+    bucket.write("other/of-the-users", [BODY])
+
+    async def scenario() -> None:
+        monkeypatch.setattr(witness_link, "SWEEP_EVERY", timedelta(0))
+        site = Site("a", url)
+        await site.ask(BaseSent(1, 1, 1, 1, LOG[0].hash, b""))
+        await until_index(site, 2, last=2)
+        await until(lambda: site.tasks <= site.lasting)
+        assert f"{FOLDER}/orphan" in bucket.sizes(), "it may be an upload of just now"
+        monkeypatch.setattr(witness_link, "ORPHAN_AGE", timedelta(seconds=-10))
+        await site.ask(append_entries(LOG, 3, 2, term=2))
+        await until(lambda: f"{FOLDER}/orphan" not in bucket.sizes())
+        kept = {RECORD, f"{FOLDER}/{LOG[1].hash.hex()}", "other/of-the-users"}
+        assert bucket.sizes().keys() == kept
+        site.link.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_upload_counts_for_a_day(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """Then another region may have removed it."""
+
+    async def scenario() -> None:
+        site = Site("a", url)
+        await site.ask(BaseSent(1, 1, 1, 1, LOG[0].hash, b""))
+        await site.ask(append_entries(LOG, 2, 2, term=1))
+        await until(lambda: LOG[1].hash in site.link._place.stored)
+        monkeypatch.setattr(witness_link, "ORPHAN_AGE", timedelta(seconds=-10))
+        late = await site.ask(append_entries(LOG, 2, 2, term=1))
+        assert isinstance(late, AppendEntriesReply)
+        assert late.durable_index == 1
+        monkeypatch.undo()
+        site.link.close()
+
+    asyncio.run(scenario())
+
+
+def test_each_part_of_a_large_object_is_asked_for_before_it_goes(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "CHUNK_BYTES", 5 << 20)
+    bucket, body, counts = BucketObjects(url, bucket_scheme(url)), np.arange(3 << 20, dtype=np.uint32), list[int]()
+    bucket.write("large", [memoryview(body)], pace=counts.append)
+    assert bucket.read("large", body.nbytes, pace=counts.append).tobytes() == body.tobytes()
+    assert counts == 2 * [5 << 20, 5 << 20, 2 << 20]
+
+
+def test_the_object_of_who_goes_on_alone_is_replaced_unless_somebody_writes_it(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lone_region, "QUIET_NS", 0)
+    empty = WitnessBucket(url)
+    assert (empty.record, empty.keys) == (None, frozenset())
+    empty.close()
+    assert opened(url).read_tagged(RECORD, RECORD_BYTES_MAX) is None
+
+    async def scenario() -> None:
+        site = Site("a", url)
+        await site.ask(BaseSent(1, 1, 1, 1, LOG[0].hash, b""))
+        await until_index(site, 2, last=2)
+        early, bucket = WitnessBucket(url), WitnessBucket(url)
+        assert bucket.record is not None
+        assert bucket.record.entries == LOG[1:2]
+        assert bucket.keys == {RECORD, f"{FOLDER}/{LOG[1].hash.hex()}"}
+        bucket.close()
+        late = await site.ask(append_entries(LOG, 3, 2, term=1))
+        assert isinstance(late, AppendEntriesReply)
+        assert late.disk != bucket.record.disk, "of which the ledger knows nothing"
+        with pytest.raises(StoreRefused, match="has just been written: another region goes on with it"):
+            early.close()
+        site.link.close()
+
+    asyncio.run(scenario())
+    with pytest.raises(StoreRefused, match="make an empty bucket of that name"):
+        WitnessBucket("s3://no-such-bucket/run")
+
+
+def test_traffic_with_the_bucket_is_within_the_budget(url: str) -> None:
+    async def scenario() -> None:
+        site = Site("a", url)
+        site.pacer.set_plan(BudgetPlan(RateLimits(egress=20_000)))
+        await site.ask(BaseSent(1, 1, 1, 1, LOG[0].hash, b""))
+        started_s = time.monotonic()
+        await until_index(site, 2, last=2)
+        lanes = site.pacer.status()["peers"]["w"]["lanes"]
+        assert lanes["control"]["used_bytes"] > 200
+        assert lanes["rounds"]["used_bytes"] >= BODY.nbytes
+        await site.link._may_send("w", 20_000)
+        assert time.monotonic() - started_s > 0.7, "20 kB/s"
+        site.pacer.set_plan(BudgetPlan(RateLimits(ingress=2_000_000)))
+        site.pacer.sample()
+        reading = asyncio.create_task(site.link._may_read("w", 1_000_000))
+        await asyncio.sleep(0)
+        site.pacer.sample()
+        assert site.pacer._grants._region.debt_bytes(now_ns=time.monotonic_ns()) > 500_000, "it counts"
+        assert not reading.done()
+        reading.cancel()
+        site.link.close()
+        site.pacer.close()
 
     asyncio.run(scenario())
 

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
 from diloco_node.learner import leaving
 from diloco_node.learner.attach import Diloco
+from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.wire.learner_link import Done, EndWanted, OfferApplied, RunAdvanced, SnapshotReady, Warned
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, in_background
 from tests.kit.learner_kit import Toy
@@ -62,6 +64,25 @@ def test_the_model_holds_the_final_parameters_without_own_steps(folder: Path, is
         for values, theta in zip(model_values(toy, daemon), daemon.theta, strict=True):
             assert values.tobytes() == theta.tobytes()
         assert daemon.wait_for(Done).step == diloco.steps
+
+
+def test_the_link_does_not_describe_the_learner_while_it_takes_the_result(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy, seen = Toy(), list[bool]()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            daemon.stop_learner(versions=(0, 0))
+            steps_until_stop(toy, diloco)
+            session, apply = diloco._session, LearnerFragments.apply
+            assert session is not None
+
+            def looked_at(self: LearnerFragments, *args: Any) -> OfferApplied:
+                seen.append(session.link.lock.locked())
+                return apply(self, *args)
+
+            monkeypatch.setattr(LearnerFragments, "apply", looked_at)
+        assert seen == [True, True]
 
 
 def test_a_learner_that_comes_after_the_end_takes_the_result_and_leaves(folder: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.core.shapes import Bound, Items, Octets, Real, Text, Whole, bound_of
+from diloco_node.core.shapes import Bound, Items, Octets, Real, Text, Whole, bound_of, is_region_name
 from diloco_node.errors import ProtocolViolation
-from diloco_node.wire.message_schema import Limits, Schema, is_region_name
+from diloco_node.wire.message_schema import Limits, Schema
 from diloco_node.wire.message_tables import CONTROL, HEADERS
 from tests.kit.hostile import DOCUMENTS, TEXTS
 
@@ -378,7 +378,7 @@ class Tree:
 def test_region_names() -> None:
     assert is_region_name("us-east-1")
     assert is_region_name("a" * 63)
-    for name in ("A", "a_b", "a.b", "a\n", *TEXTS):
+    for name in ("A", "a_b", "a.b", "a\n", "witness", *TEXTS):
         assert not is_region_name(name), name
 
 

@@ -104,6 +104,7 @@ class EntryGate:
         It is also empty if the previous entry does not match: then none is taken. Entries in the log are not asked
         again. The sender answers for all that it made: the entries of this term, and of older terms that it led those
         that are not committed. Others may have been committed under other settings.
+        An empty `peer` is a witness: it made none, and shows what may be committed long since.
         """
         if self._meaning is None or not self._log.has(request.previous_index, request.previous_hash):
             return ""
@@ -111,8 +112,8 @@ class EntryGate:
         self._learn(new)
 
         def is_doubtful(entry: Entry) -> bool:
-            is_own = self._leaders.get(entry.term, peer) == peer
-            return entry.term == request.term or (is_own and entry.index > request.commit_index)
+            is_own = not peer or self._leaders.get(entry.term, peer) == peer
+            return (bool(peer) and entry.term == request.term) or (is_own and entry.index > request.commit_index)
 
         return self._fault_after(new, committed_index, is_doubtful) if new else ""
 

@@ -387,14 +387,14 @@ class LedgerCore(LedgerState):
     def _tail_shown(self, tail: AppendEntries, now_ns: int) -> None:
         """Take what the witness has and this log lacks; without it the witness gives no vote.
 
-        A log that ends later, by term and index, is one of a later leader: what it has otherwise was never committed.
-        So this is as safe as a vote for who has it. Nothing is acknowledged, for nobody asks.
+        A log that ends later, by its last term and index, is one of a later leader: what it has otherwise was never
+        committed. So this is as safe as a vote for who has it. Nothing is acknowledged, for nobody asks.
         """
         log, committed_index = self._log, self.cluster_commit_index
         if self.is_leader or self._hears_leader(now_ns) or not tail.entries or fault_in(tail):
             return
-        last, known_index = tail.entries[-1], log.known_index
-        if (last.term, last.index) <= (log.term_at(known_index), known_index):
+        known_index = log.known_index
+        if (tail.term, tail.entries[-1].index) <= (log.term_at(known_index), known_index):
             return
         conflict = log.first_conflict(tail.entries)
         if not log.has(tail.previous_index, tail.previous_hash) or 0 < conflict <= committed_index:

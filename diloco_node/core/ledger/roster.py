@@ -29,7 +29,7 @@ from typing import Final
 import msgpack
 
 from diloco_node.core.bounds import REGIONS
-from diloco_node.core.member_kind import Enrolled, MemberKind, MembershipBody
+from diloco_node.core.member_kind import WITNESS_NAME, Enrolled, MemberKind, MembershipBody
 from diloco_node.core.types import EVICTED, EXPELLED, DiskNamedBody, Entry, GenesisBody
 
 KINDS: Final = frozenset(MemberKind)
@@ -220,7 +220,8 @@ class Roster:
             return f"{region} is {'no member of the run' if kind is MemberKind.FORMER else f'a {kind} already'}"
         if region not in self.memberships and len(self.memberships) >= REGIONS:
             return f"{len(self.memberships)} regions are or were members of this run, which is as many as there can be"
-        if MemberKind.WITNESS in (kind, before) or (self.witness and MemberKind.VOTER in (kind, before)):
+        is_beside = self.witness and MemberKind.VOTER in (kind, before)
+        if MemberKind.WITNESS in (kind, before) or region == WITNESS_NAME or is_beside:
             return self._witness_fault(body, before)
         if kind is MemberKind.VOTER:
             return self._promotion_fault(region)
@@ -244,10 +245,10 @@ class Roster:
         if before is MemberKind.WITNESS:
             is_removal = body.kind == MemberKind.FORMER
             return "" if is_removal else f"{body.region} is the witness, and no region: it can only be removed"
+        if (body.region == WITNESS_NAME) != (body.kind == MemberKind.WITNESS):
+            return f"{WITNESS_NAME} is the name of a witness, and of no region"
         if body.kind != MemberKind.WITNESS:
             return f"the votes stay as they are while {self.witness} is the witness: remove it first"
-        if body.region in self.memberships:
-            return f"{body.region} is or was a region of the run: give the witness another name"
         if self.witness:
             return f"{self.witness} is the witness already: remove it first"
         voters = [name for name, line in self.memberships.items() if line.kind is MemberKind.VOTER]

@@ -49,10 +49,13 @@ BEAT_NS: Final = 2 * NS_PER_S
 QUIET_NS: Final = 6 * NS_PER_S
 """A record that was seen unchanged for so long has no leader any more."""
 
-ENTRIES_MAX: Final = 1 << 16
-"""Entries of a tail that are read at all."""
+ENTRIES_MAX: Final = 1 << 14
+"""Entries of a tail. A record with more is not written: nobody would read it."""
 
-RECORD_BYTES_MAX: Final = 64 << 20
+TAIL_BYTES_MAX: Final = 8 << 20
+"""Encoded bytes of them: the record is written at least every BEAT_NS while a leader is alone."""
+
+RECORD_BYTES_MAX: Final = TAIL_BYTES_MAX + (1 << 20)
 _NAMES_BYTES_MAX: Final = 256
 
 
@@ -133,7 +136,8 @@ class WitnessAnswer:
 
 def tail_limit(settings: RunSettings) -> int:
     """How many entries of a tail are kept: the rounds whose payloads a region keeps, too."""
-    return max(BATCH_ENTRIES_MAX, settings.fragments * (settings.payload_versions + settings.checkpoint_versions))
+    rounds = settings.fragments * (settings.payload_versions + settings.checkpoint_versions)
+    return min(max(BATCH_ENTRIES_MAX, rounds), ENTRIES_MAX)
 
 
 def answer(
@@ -143,7 +147,8 @@ def answer(
 
     Args:
         record: of this run. has_payload: whether the bucket has the payload of a round's entry.
-        tail_max: beyond so many entries the oldest committed ones go: a voter that lacks those needs the other one.
+        tail_max: beyond so many entries, or TAIL_BYTES_MAX, the oldest committed ones go: a voter that lacks those
+            needs the other one. Others are not taken beyond ENTRIES_MAX and TAIL_BYTES_MAX.
     """
     match message:
         case RequestVote():
@@ -157,11 +162,14 @@ def answer(
 
 
 def recorded(record: WitnessRecord) -> tuple[AppendEntries, ...]:
-    """The tail, for a voter that may lack some of it. From a witness, which leads nobody, it is no more than that."""
+    """The tail, for a voter that may lack some of it. From a witness, which leads nobody, it is no more than that.
+
+    The term of each message is that of the last entry: a voter compares logs by it, whatever a batch ends with.
+    """
     messages, previous = [], (record.base.index, record.base.hash)
     for start in range(0, len(record.entries), BATCH_ENTRIES_MAX):
         batch = record.entries[start : start + BATCH_ENTRIES_MAX]
-        messages.append(AppendEntries(record.term, 0, *previous, batch, record.commit_index))
+        messages.append(AppendEntries(record.last[0], 0, *previous, batch, record.commit_index))
         previous = (batch[-1].index, batch[-1].hash)
     return tuple(messages)
 
@@ -214,6 +222,7 @@ def _append(
         # Where the tail is longer and another one, step by step: what it has of the leader's log it keeps.
         return _refusal(record, request.sequence, min(record.last[1], request.previous_index - 1))
     lacking: list[Entry] = []
+    sizes = [len(encode_entry(entry)) for entry in record.entries]
     for entry in entries:
         if record.hash_at(entry.index) == entry.hash:
             index = index if lacking else entry.index
@@ -222,11 +231,18 @@ def _append(
             return _refusal(record, request.sequence, record.commit_index)  # what is committed stays
         if isinstance(entry.body, RoundBody) and not has_payload(entry):
             lacking.append(entry)
+        count, settled = entry.index - base.index - 1, max(record.commit_index, request.commit_index) - base.index
+        fresh_bytes = len(encode_entry(entry)) + sum(sizes[max(0, settled) : count])
+        if count + 1 - settled > ENTRIES_MAX or fresh_bytes > TAIL_BYTES_MAX:
+            break  # none of these can go to make room
         if not lacking:
-            record = replace(record, entries=(*record.entries[: entry.index - base.index - 1], entry))
+            sizes[count:] = [len(encode_entry(entry))]
+            record = replace(record, entries=(*record.entries[:count], entry))
             index = entry.index
     commit_index = max(record.commit_index, min(request.commit_index, index))
-    record = _tail_after(record, min(commit_index, record.last[1] - tail_max))
+    excess = next(count for count in range(len(sizes) + 1) if sum(sizes[count:]) <= TAIL_BYTES_MAX)
+    excess = max(excess, len(sizes) - tail_max)
+    record = _tail_after(record, min(commit_index, base.index + excess))
     reply = AppendEntriesReply(record.term, request.sequence, True, index, record.hash_at(index), record.disk)
     return WitnessAnswer(replace(record, commit_index=commit_index), reply, tuple(lacking))
 

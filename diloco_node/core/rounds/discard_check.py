@@ -107,7 +107,7 @@ class DiscardCheck:
         return f"{name} has not reported them here"
 
     def _has_passed(self, body: DiscardedBody) -> bool:
-        """Whether the living learner says of itself that it goes on behind these steps.
+        """Whether the living learner says of itself that it goes on right behind these steps, and these tokens.
 
         Its region may not report them again: it has started anew, and does not know yet that the version which ended
         them is committed. The account before the entry says that they are in no merge.
@@ -116,8 +116,9 @@ class DiscardCheck:
         if status is None or status.incarnation != body.incarnation:
             return False
         position = status.positions[body.fragment]
-        _, tokens = self._history.account.covered(body.learner, body.incarnation, body.fragment)
-        return position.included_step >= body.step_to and position.included_tokens - tokens >= body.tokens
+        step, tokens = self._history.account.covered(body.learner, body.incarnation, body.fragment)
+        steps_to, tokens_to = position.included_step, position.included_tokens
+        return (step, steps_to, tokens_to - tokens) == (body.step_from, body.step_to, body.tokens)
 
     def fault(self, body: EntryBody, *, is_late: bool, now_ns: int) -> str:
         """Return the doubt if what the region tells is newer than the entry, as all is once the entry is late."""
@@ -156,4 +157,6 @@ def _covers(report: DiscardedBody | None, body: DiscardedBody) -> bool:
     """Whether a region that reports so much has lost the steps of an entry: a later report begins later."""
     if report is None or report.step_to < body.step_to:
         return False
+    if (report.step_from, report.step_to) == (body.step_from, body.step_to):
+        return report.tokens == body.tokens
     return report.step_from != body.step_from or report.tokens >= body.tokens

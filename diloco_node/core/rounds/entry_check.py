@@ -31,7 +31,7 @@ from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.disks import expulsion_fault
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.summary import RunSummary, decode_summary, summed_roster
-from diloco_node.core.member_kind import MemberKind, MembershipBody
+from diloco_node.core.member_kind import WITNESS_NAME, MemberKind, MembershipBody
 from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.freivalds import draw_windows
 from diloco_node.core.merge.numbers import MergeNumbers, is_same_number, length_limits, merge_numbers
@@ -324,6 +324,8 @@ class EntryCheck:
             return f"genesis of another run: {difference}"
         if len(body.fragment_digests) != len(self._fragments):
             return f"{len(body.fragment_digests)} digests for {len(self._fragments)} fragments"
+        if WITNESS_NAME in body.regions:
+            return f"{WITNESS_NAME} is the witness's name, and no region's"
         if len(body.disks) != len(body.regions) or len(set(body.disks)) != len(body.disks) or b"" in body.disks:
             return f"{len(set(body.disks))} different ids of folders for {len(body.regions)} regions, each with one"
         return ""
@@ -339,7 +341,7 @@ class EntryCheck:
         disk = b"" if disk == EVICTED else disk
         if bool(disk) == bool(body.disk):
             return f"{body.region}'s folder is {disk.hex() or 'none'}, named is {body.disk.hex() or 'none'}"
-        return self._region_fault(body.region)
+        return "" if body.region == roster.witness else self._region_fault(body.region)
 
     def _revoked_fault(self, body: RevokedBody, _: Entry) -> str:
         if len(self._facts.revocations | {body.certificate}) > REVOKED:
@@ -366,8 +368,8 @@ class EntryCheck:
 
     def _region_fault(self, name: str, *, is_former_welcome: bool = False) -> str:
         roster = self._facts.roster
-        names = roster.memberships if is_former_welcome else roster.disks
-        return "" if name in names else f"{name} is no region of the run"
+        is_known = name in (roster.memberships if is_former_welcome else roster.names) and name != roster.witness
+        return "" if is_known else f"{name} is no region of the run"
 
     def _leader_fault(self, name: str) -> str:
         if not self._run[3] and not self._facts.versions:

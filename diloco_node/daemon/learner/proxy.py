@@ -304,6 +304,8 @@ class LearnerProxy:
             return
         if not self.version_area.is_offered(message.fragment, message.version):
             fault = f"version {message.version} of fragment {message.fragment} was not offered"
+            # A learner that stands beyond the offer has done with it: the next one may follow.
+            self.version_area.release(message.fragment, message.version, message.slot)
         else:
             fault = self._counter_check.applied_fault(message, now_ns=self._now_ns())
         if fault:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from diloco_node.core.shapes import is_region_name
 from diloco_node.errors import ConfigError
 from diloco_node.lab.chaos.fault_plan import (
     AT_S_MAX,
@@ -24,7 +25,6 @@ from diloco_node.lab.chaos.fault_plan import (
     parse_target,
 )
 from diloco_node.numeric import NS_PER_S
-from diloco_node.wire.message_schema import is_region_name
 
 SCRIPT_BYTES_MAX: Final = 256 * FAULTS_MAX
 T = TypeVar("T")

@@ -64,6 +64,12 @@ def test_a_region_that_comes_back_is_a_contributor_without_a_folder_and_its_live
             MembershipBody("c", "former"),
             "c is the only voter",
         ),
+        ((), MembershipBody("witness", "contributor"), "witness is the name of a witness, and of no region"),
+        (
+            (MembershipBody("c", "former"),),
+            MembershipBody("w", "witness", "s3://sites/run"),
+            "witness is the name of a witness, and of no region",
+        ),
     ],
 )
 def test_a_change_that_can_not_be_is_refused_with_its_arithmetic(

@@ -7,8 +7,10 @@ from dataclasses import replace
 import msgpack
 import pytest
 
+from diloco_node.core.ledger import witness
 from diloco_node.core.ledger.election import ballot_paper
-from diloco_node.core.ledger.entries import ZERO_HASH
+from diloco_node.core.ledger.entries import ZERO_HASH, encode_entry
+from diloco_node.core.ledger.roster import Membership, Roster
 from diloco_node.core.ledger.witness import (
     BEAT_NS,
     QUIET_NS,
@@ -21,10 +23,11 @@ from diloco_node.core.ledger.witness import (
     recorded,
     take_turn,
 )
+from diloco_node.core.member_kind import MemberKind
 from diloco_node.core.messages import AppendEntries, AppendEntriesReply, BaseSent, Message, RequestVote, TimeoutNow
 from diloco_node.core.types import Entry, LedgerBase
 from diloco_node.errors import ProtocolViolation
-from tests.kit.ledger_kit import a_round, append_entries, chain, disk_of
+from tests.kit.ledger_kit import a_core, a_round, append_entries, arrive, chain, disk_of, write_all
 
 W = disk_of("w")
 LOG = chain(1, 1, 2, 2, 2)
@@ -130,6 +133,68 @@ def test_beyond_its_limit_the_oldest_committed_entries_go() -> None:
     trimmed = after(start, append_entries(LOG, 2, 5, term=2, commit=3), tail_max=2)
     assert (trimmed.base.index, trimmed.entries) == (3, LOG[3:])
     assert after(start, append_entries(LOG, 2, 5, term=2), tail_max=2).entries == LOG[1:], "none is committed"
+
+
+def test_a_tail_is_within_its_bytes_and_what_is_not_committed_is_not_taken_beyond(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = after(EMPTY, base_at(1))
+    monkeypatch.setattr(witness, "TAIL_BYTES_MAX", 2 * len(encode_entry(LOG[1])) + 3)
+    trimmed = after(start, append_entries(LOG, 2, 5, term=2, commit=4))
+    assert (trimmed.base.index, trimmed.entries) == (3, LOG[3:])
+    request = append_entries(LOG, 2, 5, term=2)
+    assert (reply_to(start, request).durable_index, after(start, request).entries) == (3, LOG[1:3])
+    monkeypatch.setattr(witness, "TAIL_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(witness, "ENTRIES_MAX", 3)
+    assert (reply_to(start, request).durable_index, after(start, request).entries) == (4, LOG[1:4])
+    assert after(start, append_entries(LOG, 2, 5, term=2, commit=3)).entries == LOG[1:], "as many are to come"
+
+
+def test_a_tail_of_a_later_leader_is_taken_whatever_a_batch_of_it_ends_with() -> None:
+    """The first batch ends with a term that is older than the last one here."""
+    log, held, newer = chain(*[1] * 70, 3), chain(1, 1, 1, 2, 2), chain(1, 1, 1, 4)
+    tail = after(EMPTY, append_entries(log, 1, 64, term=3), append_entries(log, 65, 71, term=3), tail_max=200)
+    for entries, taken in ((held, log), (newer, newer)):
+        core = a_core(entries=entries, term=4, voters=("a", "b"))
+        core.disks.begin(Roster({**core.disks.roster.memberships, "w": Membership(MemberKind.WITNESS, W)}), 0)
+        for message in recorded(replace(tail, term=9)):
+            write_all(core, arrive(core, "w", message))
+        assert core.entries == taken
+        assert core.term == 4, "it is shown, and leads nobody"
+
+
+class Doubting:
+    """A meaning that doubts each entry, whoever made it."""
+
+    index = 0
+
+    def fault(self, _: Entry) -> str:
+        return ""
+
+    def doubt(self, _: Entry) -> str:
+        return "a number of other settings"
+
+    def take(self, entry: Entry) -> None:
+        self.index = entry.index
+
+    def back_to(self, index: int) -> None:
+        self.index = index
+
+    def settle(self, index: int) -> None:
+        pass
+
+    def begin(self, base: LedgerBase) -> None:
+        self.index = base.index
+
+
+def test_what_is_committed_is_not_doubted_in_a_tail() -> None:
+    for commit_index, count in ((5, 5), (4, 0)):
+        core = a_core(term=1, voters=("a", "b"), meaning=Doubting())
+        core.disks.begin(Roster({**core.disks.roster.memberships, "w": Membership(MemberKind.WITNESS, W)}), 0)
+        tail = after(EMPTY, append_entries(LOG, 1, 5, term=2, commit=commit_index))
+        for message in recorded(tail):
+            write_all(core, arrive(core, "w", message))
+        assert len(core.entries) == count
 
 
 def test_the_tail_is_shown_in_batches() -> None:

@@ -83,6 +83,8 @@ def test_what_its_own_report_speaks_against_is_doubted(body: DiscardedBody, word
         lost(3, 1, 40),
         lost(4, 0, 40),
         lost(3, 0, 39),
+        replace(lost(3, 0, 40), tokens=9),
+        replace(lost(3, 0, 40), tokens=11),
         replace(lost(3, 0, 41), tokens=9),
         lost(3, 0, 40, learner="d"),
         lost(3, 0, 40, learner="a"),
@@ -304,6 +306,9 @@ def test_a_link_that_comes_up_is_no_answer_against_an_honest_leader() -> None:
     [
         (replace(lost(3, 0, 40), tokens=400), ""),
         (replace(lost(3, 0, 40), tokens=401), NOT_HERE),
+        (replace(lost(3, 0, 40), tokens=399), NOT_HERE),
+        (replace(lost(3, 0, 40), tokens=400, step_from=1), NOT_HERE),
+        (replace(lost(3, 0, 39), tokens=400), NOT_HERE),
         (lost(3, 0, 41), NOT_HERE),
         (lost(2, 0, 40), NOT_HERE),
     ],

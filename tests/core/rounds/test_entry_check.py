@@ -22,6 +22,7 @@ from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import (
     EVICTED,
+    EXPELLED,
     Ballot,
     Contribution,
     DiscardedBody,
@@ -157,6 +158,37 @@ def test_an_honest_ledger_is_accepted_whole() -> None:
 )
 def test_what_can_not_follow_genesis(body: EntryBody, says: str) -> None:
     assert says in fault_of(body, GENESIS)
+
+
+BESIDE_WITNESS = (
+    GENESIS,
+    MembershipBody("c", "former"),
+    MembershipBody("witness", "witness", "s3://sites/run"),
+    DiskNamedBody("witness", b"w" * 16),
+)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        a_round("a", "witness"),
+        replace(FIRST, stripes=(Stripe("witness", 0, BLOCKS[0]),)),
+        replace(DISCARD, learner="witness", step_from=0),
+        LeaderBody("witness"),
+        DiskNamedBody("witness", EXPELLED),
+        DiskNamedBody("witness", EVICTED),
+        RevokedBody("witness", b"x" * 32),
+    ],
+)
+def test_a_witness_is_no_region_of_an_entry(body: EntryBody) -> None:
+    check_after(*BESIDE_WITNESS, DiskNamedBody("witness", b""), DiskNamedBody("witness", b"v" * 16))
+    assert "witness is no region" in fault_of(body, *BESIDE_WITNESS)
+
+
+def test_no_founder_has_the_name_of_a_witness() -> None:
+    names = ("a", "b", "witness")
+    check = EntryCheck((*RUN[:3], names), MANIFEST, SETTINGS)
+    assert "witness is the witness's name" in check.fault(Ledger().add(replace(GENESIS, regions=names)))
 
 
 @pytest.mark.parametrize(

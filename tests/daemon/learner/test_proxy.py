@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -493,6 +494,21 @@ def test_what_was_not_offered_was_not_applied(bench: Bench, fragment: int, versi
     bench.side.on_message(OfferApplied(fragment, version, FragmentPosition(version, 0, 0, 0), 1.0, 0))
     assert f"version {version} of fragment {fragment} was not offered" in bench.take_notes()
     assert bench.take() == []
+
+
+@pytest.mark.parametrize(("version", "follows"), [(0, False), (2, True)])
+def test_a_learner_that_stands_beyond_an_offer_is_offered_the_next_one(
+    bench: Bench, version: int, follows: bool
+) -> None:
+    bench.side.on_attach(attach(), 1, ())
+    bench.offer(0, 1)
+    area = bench.side.version_area
+    area.offer(OfferVersion(0, 3, -1))
+    assert not area.is_offered(0, 3)
+    area._own[0], area.parameters = 1, SimpleNamespace(versions=[3])  # type: ignore[assignment]
+    bench.side.on_message(OfferApplied(0, version, FragmentPosition(version, 0, 0, 0), 1.0, 0))
+    assert area.is_offered(0, 3) is follows
+    assert area.is_offered(0, 1) is not follows
 
 
 @pytest.mark.parametrize(
