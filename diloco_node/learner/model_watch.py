@@ -28,7 +28,7 @@ from torch.optim import optimizer as optimizer_hooks
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.capture import is_capturing
-from diloco_node.learner.layouts.tensors import ModelTensors, local_part
+from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.optimizer_record import TOLD, OptimizerRecord
 from diloco_node.learner.several_optimizers import check_kind, inner_of, kind_of, parameters_of
@@ -46,9 +46,6 @@ from diloco_node.learner.tensor_forms import (
 
 STILL_STEPS: Final = 64
 """Steps without a write to any tensor that are no skipped ones: a gradient scaler skips some twenty at first."""
-
-COPY_VALUES_MIN: Final = 16
-"""A state with fewer values may look like its parameter by chance."""
 
 COPY_LIKENESS: Final = 0.5
 """1 - |state - parameter| / |parameter| of a copy, which is a few steps away; for moments it is about zero or below."""
@@ -487,22 +484,15 @@ class ModelWatch:
         those at its end, as ASGD has them before its averages begin.
         """
         self._likeness = {}
-        for name, tensor in record.tensors.items():
-            for key, state in optimizer.state.get(tensor, {}).items():
-                if not isinstance(state, Tensor) or state.shape != tensor.shape or state in self._names:
-                    continue
-                if not state.is_floating_point() or local_part(state).numel() < COPY_VALUES_MIN:
-                    continue
-                if local_part(state).data_ptr() == local_part(tensor).data_ptr():
-                    continue  # the parameter itself
-                sample, parameter = sample_of(state), sample_of(tensor)
-                apart = torch.linalg.vector_norm(sample - parameter) / torch.linalg.vector_norm(parameter)
-                likeness = 1.0 - apart
-                # A copy begins as one. A moment may come to look like its parameter, where decay outweighs gradients.
-                before, first = record.states.get((name, key), (sample, likeness))
-                record.states[name, key] = sample, first
-                began = record.before[name] if name in record.before else before  # noqa: SIM401 - mypy
-                is_copy = (sample != before).any() & (sample != began).any() & (apart > NOISE)
-                self._likeness[name, key] = torch.where(is_copy, torch.minimum(first, likeness), 0.0)
+        for name, key, tensor, state in record.shaped_alike(optimizer, self._names):
+            sample, parameter = sample_of(state), sample_of(tensor)
+            apart = torch.linalg.vector_norm(sample - parameter) / torch.linalg.vector_norm(parameter)
+            likeness = 1.0 - apart
+            # A copy begins as one. A moment may come to look like its parameter, where decay outweighs gradients.
+            before, first = record.states.get((name, key), (sample, likeness))
+            record.states[name, key] = sample, first
+            began = record.before[name] if name in record.before else before  # noqa: SIM401 - mypy
+            is_copy = (sample != before).any() & (sample != began).any() & (apart > NOISE)
+            self._likeness[name, key] = torch.where(is_copy, torch.minimum(first, likeness), 0.0)
         if self._likeness:
             self._likeness_max.offer(stack(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -17,7 +17,12 @@ from diloco_node.learner.tensor_forms import SliceReader, is_constrained, sample
 TOLD: Final = 0.05
 """Change that is told and ends nobody: the most that a constraint counts as, or a write to other tensors alone."""
 
+COPY_VALUES_MIN: Final = 16
+"""A state with fewer values may look like its parameter by chance."""
+
 _WRITES: Final = attrgetter("_version")
+
+_State = tuple[str, str, Tensor, Tensor]
 
 
 @dataclass(slots=True)
@@ -120,3 +125,14 @@ def _apart(now: Tensor, before: Tensor) -> Tensor:
     way = torch.linalg.vector_norm(now - before, dtype=torch.float32)
     distance: Tensor = way / torch.linalg.vector_norm(before, dtype=torch.float32)
     return distance.nan_to_num(0.0, posinf=0.0)
+
+    def shaped_alike(self, optimizer: torch.optim.Optimizer, merged: Container[Tensor]) -> Iterator[_State]:
+        """Each (name, key, tensor, state) of a state that has its tensor's shape, and may be a copy of it."""
+        for name, tensor in self.tensors.items():
+            for key, state in optimizer.state.get(tensor, {}).items():
+                if not isinstance(state, Tensor) or state.shape != tensor.shape or state in merged:
+                    continue
+                values = local_part(state)
+                is_apart = values.data_ptr() != local_part(tensor).data_ptr()
+                if state.is_floating_point() and values.numel() >= COPY_VALUES_MIN and is_apart:
+                    yield name, key, tensor, state
