@@ -19,9 +19,9 @@ import pytest
 
 from diloco_node.core.data_shards import SHARDS
 from diloco_node.core.genesis import Genesis
+from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.merge.fragments import TensorSpec
-from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import FinishedBody, LeaderBody, Recovered, RunSettings
 from diloco_node.daemon import daemon as daemon_module
 from diloco_node.daemon import node as node_module
@@ -504,7 +504,7 @@ async def test_a_learner_that_goes_while_the_disk_is_slow_is_not_attached(
 async def test_a_region_that_lost_its_disk_uses_no_incarnation_that_the_ledger_knows(
     spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RoundHistory, "incarnation", lambda _, region: 41 if region == "a" else 99)
+    monkeypatch.setattr(Account, "newest_incarnation", lambda _, region: 41 if region == "a" else 99)
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)

@@ -114,7 +114,7 @@ class Desk:
         )
         history: Any = RoundHistory(len(DIGESTS), ("a", "b"))
         history.genesis = GenesisBody("run", MANIFEST.digest, "", ("a", "b"), DIGESTS)
-        history.incarnation = lambda _: self.newest
+        history.account.newest_incarnation = lambda _: self.newest
         core: Any = SimpleNamespace(
             may_allot_incarnation=True,
             incarnation_min=1,
