@@ -182,7 +182,7 @@ class WitnessLink:
         self._queue.clear()
         if line and not self._is_watching:
             self._is_watching = True
-            self._pacer.add_peer(place.name)
+            self._pacer.add_peer(place.name, is_linked=False)
             self._spawn(self._watch(), "witness watch")
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import numpy as np
@@ -158,7 +159,7 @@ class Site:
         self.fetcher = FakeFetcher()
         self.tasks: set[str] = set()
         self.lasting = {"witness watch"}
-        self.pacer = Pacer((), meter=cast(Any, None), send=lambda *_: None)
+        self.pacer = Pacer((), meter=cast(Any, SimpleNamespace(sample=lambda: None)), send=lambda *_: None)
         self.link = WitnessLink(
             region=region,
             run_id="run",
@@ -423,6 +424,14 @@ def test_traffic_with_the_bucket_is_within_the_budget(url: str) -> None:
         assert lanes["rounds"]["used_bytes"] >= BODY.nbytes
         await site.link._may_send("w", 20_000)
         assert time.monotonic() - started_s > 0.7, "20 kB/s"
+        site.pacer.set_plan(BudgetPlan(RateLimits(ingress=2_000_000)))
+        site.pacer.sample()
+        reading = asyncio.create_task(site.link._may_read("w", 1_000_000))
+        await asyncio.sleep(0)
+        site.pacer.sample()
+        assert site.pacer._grants.region.debt_bytes(now_ns=time.monotonic_ns()) > 500_000, "it counts"
+        assert not reading.done()
+        reading.cancel()
         site.link.close()
         site.pacer.close()
 

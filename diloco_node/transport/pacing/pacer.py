@@ -64,9 +64,11 @@ class _PeerState:
     transfers: queued or on their way, `waiting_bytes` before compression. idle: the timer that reports their end.
     reported_demand: the last IngressDemand on this link. is_granted: the peer shares out what it may receive.
     read_bytes: of all frames.
+    is_linked: by a link of the transport, whose sockets the kernel counts.
     """
 
     link: LinkWatch
+    is_linked: bool = True
     transfers: int = 0
     waiting_bytes: int = 0
     idle: asyncio.TimerHandle | None = None
@@ -123,10 +125,10 @@ class Pacer:
 
     # ---- the plan ----------------------------------------------------------------------------------------------------
 
-    def add_peer(self, peer: str) -> None:
-        """Share the budget with one more peer."""
+    def add_peer(self, peer: str, *, is_linked: bool = True) -> None:
+        """Share the budget with one more peer. `is_linked`: by a link of the transport; else bytes are estimated."""
         now_ns = self._now_ns()
-        self._peers[peer] = _PeerState(LinkWatch(peer, self._meter))
+        self._peers[peer] = _PeerState(LinkWatch(peer, self._meter), is_linked)
         self._egress.add_peer(peer, now_ns=now_ns)
         self._grants.add_peer(peer, now_ns=now_ns)
         self._limit(peer, now_ns)
@@ -373,7 +375,7 @@ class Pacer:
         self._grant()
 
     def _take_counters(self, peer: str, state: _PeerState, now_ns: int) -> None:
-        link = self._meter.link(peer)
+        link = self._meter.link(peer) if state.is_linked else None
         if link is None:
             acks = state.read_bytes * UNMEASURED_ACKS_PPM // PPM
             self._egress.learn_overhead(peer, data_bytes=0, other_bytes=acks, now_ns=now_ns)
