@@ -119,13 +119,6 @@ class OptimizerRecord:
             self.writes, self.sample = writes, sample_of(self._largest)
             self.slices = self._reader.read()
 
-
-def _apart(now: Tensor, before: Tensor) -> Tensor:
-    """Distance in lengths of the values before; 0 of values that are zero: nobody can say how far is far."""
-    way = torch.linalg.vector_norm(now - before, dtype=torch.float32)
-    distance: Tensor = way / torch.linalg.vector_norm(before, dtype=torch.float32)
-    return distance.nan_to_num(0.0, posinf=0.0)
-
     def shaped_alike(self, optimizer: torch.optim.Optimizer, merged: Container[Tensor]) -> Iterator[_State]:
         """Each (name, key, tensor, state) of a state that has its tensor's shape, and may be a copy of it."""
         for name, tensor in self.tensors.items():
@@ -136,3 +129,10 @@ def _apart(now: Tensor, before: Tensor) -> Tensor:
                 is_apart = values.data_ptr() != local_part(tensor).data_ptr()
                 if state.is_floating_point() and values.numel() >= COPY_VALUES_MIN and is_apart:
                     yield name, key, tensor, state
+
+
+def _apart(now: Tensor, before: Tensor) -> Tensor:
+    """Distance in lengths of the values before; 0 of values that are zero: nobody can say how far is far."""
+    way = torch.linalg.vector_norm(now - before, dtype=torch.float32)
+    distance: Tensor = way / torch.linalg.vector_norm(before, dtype=torch.float32)
+    return distance.nan_to_num(0.0, posinf=0.0)
