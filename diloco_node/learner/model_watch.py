@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
+from itertools import compress
 from operator import attrgetter
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -67,6 +69,7 @@ weights, hears a step or two later of a load."""
 
 _WRITES: Final = attrgetter("_version")
 _TRAINS: Final = attrgetter("requires_grad")
+_NAMELESS: Final[Callable[[], str]] = str
 
 
 class ModelWatch:
@@ -123,15 +126,16 @@ class ModelWatch:
         # Values that are not as `attach` wrote them, by tensor, and their sum, maybe on its way from a device.
         self._differing: list[Tensor] = []
         self._differing_sum = LateLoss()
-        # Greatest change of the tensors of an optimizer since it stepped last, and one of those; on its way, and next.
-        self._silent_name, self._silent = "", LateLoss()
-        self._silent_pending: Tensor | None = None
+        # Greatest change of the tensors of an optimizer since it stepped last, on its way, and the next one; with each
+        # what names one of those, which waits for a device.
+        self._silent, self._silent_name = LateLoss(), _NAMELESS
+        self._silent_next: tuple[Tensor, Callable[[], str]] | None = None
         # Looks at counted writes of others; the greatest change by these that is not on its way to the host, and that
         # which is. Of the last look: the tensor, and whether it may have been put back.
         self._looks = 0
         self._change: Tensor | None = None
         self._late_change = LateLoss()
-        self._written_name, self._may_be_restored = "", False
+        self._written_name, self._may_be_restored = _NAMELESS, False
         # States that move, by names of parameter and state: how much each is like its parameter; and the greatest.
         self._likeness: dict[tuple[str, str], Tensor] = {}
         self._likeness_max = LateLoss()
@@ -353,9 +357,8 @@ class ModelWatch:
         self._differing = [n * ~is_clamped(sample, value) for n, (value, sample) in zip(counts, pairs, strict=True)]
         count = stack(self._differing).sum()
         if not is_trained:
-            changes = [name for name, n in zip(self._weights.values(), counts, strict=True) if n.is_cpu and n > 0]
-            self._silent_name = changes[0] if changes else next(iter(self._weights.values()))
-            self._note_silent(stack(counts).sum().clamp(max=TOLD))
+            names = [*self._weights.values()]
+            self._note_silent(stack(counts).sum().clamp(max=TOLD), lambda: next(compress(names, map(int, counts))))
         else:
             distance = stack((value - sample).square().sum() for value, sample in pairs).sum()
             length = stack(sample.square().sum() for _, sample in pairs).sum()
@@ -385,7 +388,7 @@ class ModelWatch:
             return False
         names, at = [*record.tensors, record.name], record.largest
         pairs = zip(names, writes, record.writes, strict=True)
-        self._written_name = next(name for name, new, old in pairs if new != old)
+        self._written_name = partial(str, next(name for name, new, old in pairs if new != old))
         # Averages, or a climb, in and out again; or `model.to()`.
         self._may_be_restored = writes[-1] != record.writes[-1] or writes[at] != record.writes[at]
         change = record.change()
@@ -401,25 +404,28 @@ class ModelWatch:
     def _check_record(self, record: OptimizerRecord, *, is_sampled: bool = True) -> None:
         """Look for writes since the last step; with samples also for those that no count tells."""
         if not self._check_writes(record) and is_sampled and record.is_followed(self._told_steps):
-            change = record.change()
-            if self._silent_pending is None:
-                self._silent_name = record.name_of_change() if change.is_cpu and change > 0 else record.name
-            self._note_silent(change)
+            self._note_silent(*record.look())
         self._hear_silent()
 
-    def _note_silent(self, change: Tensor) -> None:
-        pending = self._silent_pending
-        self._silent_pending = change if pending is None else torch.maximum(pending, change.to(pending.device))
+    def _note_silent(self, change: Tensor, name: Callable[[], str]) -> None:
+        if self._silent_next is None:
+            self._silent_next = change, name
+            return
+        before, name_before = self._silent_next
+        change = change.to(before.device)
+        self._silent_next = torch.maximum(before, change), lambda: name_before() if float(before) else name()
 
     def _hear_silent(self) -> None:
         """Judge what no count of writes tells, once it has come from its device."""
+        self._judge_silent()
+        if self._silent_next is not None and not self._silent.is_coming:
+            self._silent.offer(self._silent_next[0])
+            self._silent_name, self._silent_next = self._silent_next[1], None
+            self._judge_silent()  # on a CPU it is there
+
+    def _judge_silent(self) -> None:
         if change := self._silent.fresh():
             self._judge(self._silent_name, change)
-        if self._silent_pending is not None and not self._silent.is_coming:
-            self._silent.offer(self._silent_pending)
-            self._silent_pending = None
-            if change := self._silent.fresh():  # on a CPU it is there
-                self._judge(self._silent_name, change)
 
     def _hear_changes(self) -> None:
         """Judge the change that has come from a device, and send the next one on its way."""
@@ -429,19 +435,19 @@ class ModelWatch:
             self._late_change.offer(self._change)
             self._change = None
 
-    def _judge(self, name: str, change: float, *, may_be_restored: bool = False) -> None:
+    def _judge(self, name: Callable[[], str], change: float, *, may_be_restored: bool = False) -> None:
         """Say that a tensor was changed by something else than its optimizer, by so many of its lengths."""
         if change > FAR:
             raise LearnerError(
-                f"{name!r}, and others, were changed between two steps by something else than their optimizer: weights "
-                "were loaded, or mixed with a copy (averages, Lookahead), and would be merged as if they had been "
-                f"trained. {REMEDY}"
+                f"{name()!r}, and others, were changed between two steps by something else than their optimizer: "
+                "weights were loaded, or mixed with a copy (averages, Lookahead), and would be merged as if they had "
+                f"been trained. {REMEDY}"
             )
         if not self._has_warned and not (may_be_restored and change == 0.0):
             self._has_warned = True
             self._warn(
-                f"{name!r} was written to by something else than its optimizer. What is written is merged as if it had "
-                "been trained: load weights before attach()"
+                f"{name()!r} was written to by something else than its optimizer. What is written is merged as if it "
+                "had been trained: load weights before attach()"
             )
 
     def check_writes(self, *, is_sampled: bool = True) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Final
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diloco_node.learner.layouts.tensors import local_part
-from diloco_node.learner.tensor_forms import SliceReader, is_clamped, is_shrunk, sample_of
+from diloco_node.learner.tensor_forms import SliceReader, is_constrained, sample_of
 
 TOLD: Final = 0.05
 """Change that is told and ends nobody: the most that a constraint counts as, or a write to other tensors alone."""
@@ -31,7 +33,7 @@ class OptimizerRecord:
         is_stepping: it is in a step: what it writes was not noted yet.
         is_captured: a CUDA graph recorded a step of it since its writes were noted.
         sample: of its largest tensor at that time: a load changes all of them.
-            slices: of all its tensors in the host's memory.
+            slices: of all its tensors.
         before: samples of its tensors before a step after which its states are looked at, by name.
         states: samples of its states when looked at last, and how much they were like their parameter when looked at
             first, by names of parameter and state.
@@ -55,8 +57,8 @@ class OptimizerRecord:
     _reader: SliceReader = field(init=False)
 
     def __post_init__(self) -> None:
-        self._reader = SliceReader(self.tensors.values())
         self.largest = max(enumerate(self.tensors.values()), key=lambda entry: entry[1].numel())[0]
+        self._reader = SliceReader(self.tensors.values(), self.largest)
 
     def count_writes(self) -> list[int]:
         """How often each was written to, and where the largest lies."""
@@ -68,34 +70,33 @@ class OptimizerRecord:
         return self.sample is not None and told_steps - self.told_steps <= 1
 
     def change(self) -> Tensor:
-        """How far the tensors have moved since `sample`, in lengths; a scalar on the device of the largest.
+        """How far the tensors have moved since `sample`, in lengths; a scalar on the device of the largest."""
+        return self.look()[0]
+
+    def look(self) -> tuple[Tensor, Callable[[], str]]:
+        """The change, and what names a tensor that has changed, which waits for the device.
 
         It is TOLD at most where a constraint wrote, or where only tensors other than the largest have changed.
         """
+        before = self.slices
         assert self.sample is not None
-        assert self.slices is not None
+        assert before is not None
         now, slices = sample_of(self._largest).to(self.sample.device), self._reader.read()
-        is_whole = slices.numel() > 0 and slices.shape == self.slices.shape
-        if now.is_cpu and torch.equal(now, self.sample) and (not is_whole or torch.equal(slices, self.slices)):
-            return now.new_zeros(())
+        if slices.device != before.device or slices.shape != before.shape:
+            before = slices
+        name = partial(self._name_of_change, before, slices)
+        if now.is_cpu and torch.equal(now, self.sample) and torch.equal(slices, before):
+            return now.new_zeros(()), name
         change = _apart(now, self.sample)
-        is_constraint = is_clamped(self.sample, now) | is_shrunk(self.sample, now)
-        change = torch.where(is_constraint, change.clamp(max=TOLD), change)
-        if not is_whole:
-            return change
-        return torch.maximum(change, _apart(slices, self.slices).clamp(max=TOLD).to(change.device))
+        change = torch.where(is_constrained(self.sample, now), change.clamp(max=TOLD), change)
+        if slices is before or not slices.numel():
+            return change, name
+        return torch.maximum(change, _apart(slices, before).clamp(max=TOLD).to(change.device)), name
 
-    def name_of_change(self) -> str:
-        """Name a tensor whose slice differs now; the largest where none does. Waits for the device."""
-        if self.slices is not None:
-            start = 0
-            for name, tensor in self.tensors.items():
-                now = SliceReader([tensor]).read()
-                before = self.slices[start : start + len(now)]
-                start += len(now)
-                if before.device == now.device and not torch.equal(before, now.to(before.dtype)):
-                    return name
-        return self.name
+    def _name_of_change(self, before: Tensor, now: Tensor) -> str:
+        """Name the first tensor whose slice differs; the largest where none does."""
+        differing = (before != now).nonzero()
+        return [*self.tensors][self._reader.number_at(int(differing[0]))] if len(differing) else self.name
 
     @property
     def name(self) -> str:

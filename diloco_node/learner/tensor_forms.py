@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from operator import attrgetter, is_, methodcaller
 from typing import Any, Final
 
@@ -145,14 +146,19 @@ def sample_of(tensor: Tensor) -> Tensor:
 class SliceReader:
     """Reads SLICE_VALUES neighbouring values in the middle of each tensor, in one call while all stay where they are.
 
-    Left out are tensors on a device, where each read would be another launch, and those with gaps in their memory.
+    Left out are tensors on other devices than one, and those with gaps in their memory.
+
+    Args:
+        tensors: kept. leader: number of the one whose device is read.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], leader: int) -> None:
         self._tensors = tuple(tensors)
+        self._leader = leader
         self._sharded = {place for place, tensor in enumerate(self._tensors) if is_sharded(tensor)}
         self._places: list[int] = []
-        self._slices: list[Tensor] = []
+        # By number of the tensor.
+        self._slices: dict[int, Tensor] = {}
 
     def read(self) -> Tensor:
         """The slices, one after another; a copy."""
@@ -161,21 +167,26 @@ class SliceReader:
             shards = [shard._local_tensor if place in self._sharded else shard for place, shard in enumerate(shards)]
         places = [*map(_PLACE, shards)]
         if places != self._places:
-            self._places, self._slices = places, [*_slices(shard.detach() for shard in shards)]
-        return torch.cat(self._slices) if self._slices else torch.zeros(0, device="cpu")
+            self._places, self._slices = places, dict(_slices(shards, shards[self._leader].device))
+        return torch.cat([*self._slices.values()]) if self._slices else torch.zeros(0, device="cpu")
+
+    def number_at(self, place: int) -> int:
+        """Number of the tensor whose slice is at a place of what was read."""
+        ends = [*accumulate(part.numel() for part in self._slices.values())]
+        return [*self._slices][bisect_right(ends, place)]
 
 
-def _slices(shards: Iterable[Tensor]) -> Iterator[Tensor]:
-    for shard in shards:
+def _slices(shards: Iterable[Tensor], device: torch.device) -> Iterator[tuple[int, Tensor]]:
+    for number, shard in enumerate(shard.detach() for shard in shards):
         count, extent = (
             shard.numel(),
             1 + sum((n - 1) * step for n, step in zip(shard.shape, shard.stride(), strict=True)),
         )
-        if count and shard.is_cpu and shard.data_ptr() and (shard.is_contiguous() or extent == count):
+        if count and shard.device == device and shard.data_ptr() and (shard.is_contiguous() or extent == count):
             start = shard.storage_offset() + max(0, count - SLICE_VALUES) // 2
             size = (min(count, SLICE_VALUES),)
             # Of the storage, and no view: its base would look like a copy of the parameter (`loop_state`).
-            yield shard.new_empty(0).set_(shard.untyped_storage(), start, size, (1,))
+            yield number, shard.new_empty(0).set_(shard.untyped_storage(), start, size, (1,))
 
 
 def is_clamped(before: Tensor, now: Tensor) -> Tensor:
@@ -184,6 +195,14 @@ def is_clamped(before: Tensor, now: Tensor) -> Tensor:
         return torch.ones((), dtype=torch.bool, device=now.device)
     low, high = now.min(), now.max()
     return (before.clamp(low, high) == now).all() & ((low < high) | is_shrunk(before, now))
+
+
+def is_constrained(before: Tensor, now: Tensor) -> Tensor:
+    """Whether `is_clamped` or `is_shrunk` is true; on a device each operator is a launch."""
+    if not now.numel():
+        return torch.ones((), dtype=torch.bool, device=now.device)
+    low, high = now.min(), now.max()
+    return ((before.clamp(low, high) == now).all() & (low < high)) | is_shrunk(before, now)
 
 
 def is_shrunk(before: Tensor, now: Tensor) -> Tensor:

@@ -10,6 +10,7 @@
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pthread.h>
@@ -681,6 +682,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", empty_on_device);
   library.impl("empty_strided", empty_strided_on_device);
   library.impl("as_strided", at::native::as_strided_tensorimpl);
+  library.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   library.impl("view", at::native::view);
   library.impl("_reshape_alias", at::native::_reshape_alias);
   library.impl("resize_", resize_on_device);
