@@ -1,5 +1,9 @@
 """The learner of the check `ranks` in benchmarks/gpu.py: one process, or FSDP2 over NCCL under torchrun.
 
+    gpu_ranks.py FOLDER ROUNDS [MODULE]
+
+A MODULE that is imported before torch makes devices in software, whose collectives are Gloo's.
+
 Rank 0 leads its own daemon. All ranks train on the same batch, so the gradients, and all that follows, are those of a
 single process.
 """
@@ -7,17 +11,21 @@ single process.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+if sys.argv[3:]:
+    importlib.import_module(sys.argv[3])
+
 import numpy as np
 import torch
 import torch.distributed as dist
 from gpu_daemon import POLL_S, ScriptedDaemon, region
-from gpu_model import GPT, Size
+from gpu_model import GPT, HAS_DRIVER, Size
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -43,12 +51,19 @@ class Learner:
         self.model = GPT(SIZE).to(device)
         self._group = None
         if self.is_sharded:
-            dist.init_process_group("nccl", device_id=device)
+            if HAS_DRIVER:
+                dist.init_process_group("nccl", device_id=device)
+            else:
+                from tests.kit.fakecuda.host_collectives import begin_ranks
+
+                begin_ranks()
             stack.callback(dist.destroy_process_group)
             self._group = dist.new_group(backend="gloo")
             for block in self.model.h:
                 fully_shard(block)
             fully_shard(self.model)
+            for module in (*self.model.h, self.model) if not HAS_DRIVER else ():
+                module.set_force_sum_reduction_for_comms(True)  # Gloo has no averages
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self._tokens = torch.randint(SIZE.vocabulary, (SIZE.batch, SIZE.context + 1)).to(device)
         self.daemon: ScriptedDaemon | None = None

@@ -263,8 +263,7 @@ class Diloco:
             self._losses.check(session.run_clock.global_step, session.warn)
         assert self._boundaries is not None
         assert self._watch is not None
-        self._watch.check(may_have_orders=self._boundaries.may_have_orders)
-        self.tokens += self._crossed(self._boundaries.cross_step(tokens)).tokens
+        self.tokens += self._crossed(self._boundaries.cross_step(tokens, self._watch.check)).tokens
         self._watch.note_writes(self._boundaries.fragments.applied)
         if session is not None and session.is_report_due(started_ns):
             self._report(session)

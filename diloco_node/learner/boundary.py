@@ -41,6 +41,9 @@ LEAVING_EVERY_S: Final = 1.0
 
 AWAITED_DATA: Final = "waiting for shards of the data that their owners give up"
 
+Look = Callable[[bool], None]
+"""A look at the model; told whether something of it may be sent or changed."""
+
 log = logging.getLogger("diloco_node.learner")
 
 
@@ -60,39 +63,40 @@ class StepBoundaries:
     is_stopping: Callable[[], bool]
     wish: EndWish = field(default_factory=EndWish)
 
-    @property
-    def may_have_orders(self) -> bool:
-        """Whether the next boundary may take a snapshot or apply a version; no lock is taken."""
-        return self.fragments.arriving or (self.session is not None and self.session.link.may_have_commands)
+    def cross(self, tokens: int, look: Look | None = None) -> Boundary:
+        """Carry out what the ranks agree on, and return it. Without `look` no step was made: versions are taken.
 
-    def cross(self, tokens: int, *, is_step: bool) -> Boundary:
-        """Carry out what the ranks agree on, and return it. Without `is_step` no step was made: versions are taken.
+        Args:
+            look: called before anything of the model is sent or changed, with whether something may be. What the daemon
+                asks for after it was heard waits for the next boundary: nothing is merged that was not looked at.
 
         Raises:
             LearnerError: parameters are not finite, the optimizer undid a version, or the daemon refuses this learner.
         """
         fragments, session, count = self.fragments, self.session, len(self.fragments.positions)
-        fragments.verify()
-        if warning := fragments.revert.take_warning():
-            log.warning("%s", warning)
-            if session is not None:
-                session.warn(warning)
         has_orders = session is not None and session.hear()
         # Without the link's lock: another rank may take its time, and the daemon may be a new one then.
         boundary = self.ranks.agree(self._brought(tokens, has_orders=has_orders), fragments=count)
         if boundary.wants_end:
             self.wish.pass_on(self.ranks, session)
+        if look is not None:
+            look(boundary.has_orders or fragments.arriving)
+        fragments.verify()
+        if warning := fragments.revert.take_warning():
+            log.warning("%s", warning)
+            if session is not None:
+                session.warn(warning)
         with session.boundary() if session is not None else contextlib.nullcontext():
             orders = session.orders() if session is not None and boundary.has_orders else NO_ORDERS
             if boundary.has_orders:
                 orders = self.ranks.share_orders(orders, fragments=count)
-            if is_step:
+            if look is not None:
                 fragments.step += 1
                 fragments.tokens += boundary.tokens
             answers = self._carry_out(boundary, orders)
             if session is not None:
                 # The daemon hears of this boundary, also from the encoder, only after its step was counted.
-                if is_step:
+                if look is not None:
                     session.count()
                 for answer in answers:
                     session.reply(answer)
@@ -102,14 +106,14 @@ class StepBoundaries:
             session.stand(boundary.written_step)
         return boundary
 
-    def cross_step(self, tokens: int) -> Boundary:
+    def cross_step(self, tokens: int, look: Look) -> Boundary:
         """Cross the boundary of a step, and wait there as long as further steps are of no use.
 
         Raises:
             LearnerError: as `cross`.
         """
         own = HERE.own
-        boundary = last = self.cross(tokens, is_step=True)
+        boundary = last = self.cross(tokens, look)
         if HERE.own is not own and not boundary.is_stopping and self._is_without_data():
             with announce_pause(self.session, AWAITED_DATA, HOLD_MAX_S, before=lambda: None):
                 last = self.place()
@@ -119,7 +123,7 @@ class StepBoundaries:
             with announce_pause(self.session, "waiting past the run's end", HOLD_MAX_S, before=lambda: None):
                 while last.is_held and not last.is_stopping:
                     self._wait(WAIT_SLICE_S)
-                    last = self.cross(0, is_step=False)
+                    last = self.cross(0)
         return boundary if last is boundary else replace(last, tokens=boundary.tokens)
 
     def progress(self, global_step: int) -> TrainingProgress:
@@ -180,7 +184,7 @@ class StepBoundaries:
         """
         noted_s = time.monotonic()
         while True:
-            boundary = self.cross(0, is_step=False)
+            boundary = self.cross(0)
             is_waiting = self._is_without_data()
             if boundary.is_stopping or (self.fragments.is_placed and not is_waiting):
                 return boundary
@@ -205,7 +209,7 @@ class StepBoundaries:
             left_s = deadline_s - time.monotonic()
             if self.ranks.share_bytes(b"1" if left_s > 0 and not until() else b"") != b"1":
                 return
-            yield self.cross(0, is_step=False)
+            yield self.cross(0)
             self._wait(min(SETTLE_SLICE_S, max(0.0, left_s)))
 
     def leave(self, deadline_s: float) -> Iterator[Boundary]:
@@ -229,7 +233,7 @@ class StepBoundaries:
             if session is not None and now_s - notice_s >= LEAVING_EVERY_S:
                 notice_s = now_s
                 session.link.send(Leaving())
-            yield self.cross(0, is_step=False)
+            yield self.cross(0)
             self._wait(SETTLE_SLICE_S)
 
     def _wait(self, at_most_s: float) -> None:

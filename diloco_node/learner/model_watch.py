@@ -149,10 +149,12 @@ class ModelWatch:
         for handle in self._handles:
             handle.remove()
 
-    def check(self, *, may_have_orders: bool = True) -> None:
+    def check(self, has_orders: bool) -> None:
         """Look at the model at a step boundary, before anything of it is sent, or changed by a version.
 
-        Without orders samples of a device are left to the next look: there each is a launch.
+        Args:
+            has_orders: whether something may be. Else samples of a device are left to the next look: there each is a
+                launch.
 
         Raises LearnerError: one was loaded, replaced or resized since `attach`, or an optimizer trains a copy of it.
         """
@@ -160,7 +162,7 @@ class ModelWatch:
         self._check_still()
         self._check_moments()
         self._count_told()
-        self.check_writes(is_sampled=may_have_orders or next(iter(self._weights)).is_cpu)
+        self.check_writes(is_sampled=has_orders or next(iter(self._weights)).is_cpu)
         self._hear_changes()
         if self._written:
             # The first step was made by no optimizer that calls hooks: a loop's own arithmetic, or a compiled step.

@@ -102,8 +102,8 @@ def test_all_that_has_no_driver_passes_on_devices_in_software() -> None:
         "tests.kit.fakecuda.installed",
         "--json",
     ]
-    command += ["--only", "bits,waits"]
+    command += ["--only", "bits,waits,ranks"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     verdicts = {line["name"]: line["verdict"] for line in map(json.loads, result.stdout.splitlines())}
-    assert {verdicts["bits"], verdicts["waits"]} == {"PASS"}, result.stdout + result.stderr
+    assert {verdicts["bits"], verdicts["waits"], verdicts["ranks"]} == {"PASS"}, result.stdout + result.stderr

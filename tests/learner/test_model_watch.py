@@ -15,9 +15,11 @@ from torch import Tensor, nn
 import diloco_node
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.model_watch import COPY_LOOKS, STILL_STEPS
+from diloco_node.learner.model_watch import COPY_LOOKS, STILL_STEPS, ModelWatch
 from diloco_node.wire.learner_link import Warned
 from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.learner_kit import session_of
+from tests.kit.waiting import until
 
 
 def make(model: nn.Module, lr: float = 0.01) -> torch.optim.Optimizer:
@@ -691,8 +693,33 @@ def test_weights_that_are_loaded_between_the_optimizers_step_and_the_boundary_ar
         optimizer.step()
         change(model)
         daemon.commit(0, daemon.theta[0] + 1, -1)  # it would hide what was loaded
+        until(lambda: session_of(diloco).link.waiting_commands)
         with pytest.raises(LearnerError, match="changed between two steps by something else"):
             step_twice(model, diloco)
+
+
+def test_what_is_asked_for_after_a_look_waits_for_the_next_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a version would hide what a script loaded just before, and a snapshot would hold it."""
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        looks, link, fragments = [], session_of(diloco).link, session_of(diloco).fragments
+        check = ModelWatch.check
+
+        def check_and_ask(watch: ModelWatch, has_orders: bool) -> None:
+            check(watch, has_orders)
+            looks.append(has_orders)
+            if len(looks) == 1:
+                daemon.commit(0, daemon.theta[0] + 1, -1)
+                until(lambda: link.waiting_commands)
+
+        monkeypatch.setattr(ModelWatch, "check", check_and_ask)
+        train(model, optimizer, diloco)
+        assert not fragments.arriving
+        assert diloco.versions == (0, 0)
+        train(model, optimizer, diloco)
+        assert looks == [False, True]
+        assert fragments.arriving or diloco.versions == (1, 0)
 
 
 def descend(model: nn.Module, lr: float = 0.01) -> None:

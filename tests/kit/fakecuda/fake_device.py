@@ -174,6 +174,7 @@ def _patch_torch() -> None:
             torch.accelerator.synchronize(device)  # tasks draw when they run, a real device when they are ordered
         return seed(number)
 
+    torch.set_num_threads(1)  # sums in a kernel of the CPU go by its threads: a device's bits are the same everywhere
     torch.manual_seed = seed_after_draws
     torch.UntypedStorage.resize_ = resize_storage  # type: ignore[assignment,method-assign]
     cuda: Any = torch.cuda
