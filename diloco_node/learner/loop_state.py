@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from diloco_node.learner.generators import KeptGenerator
+from diloco_node.learner.layouts.device import Room
 from diloco_node.learner.layouts.names import plain_name
 from diloco_node.learner.layouts.shard_map import Box
 from diloco_node.learner.layouts.tensors import ModelTensors, boxes_of, is_sharded, local_part
@@ -38,7 +39,7 @@ from diloco_node.learner.several_optimizers import inner_of
 from diloco_node.learner.tensor_forms import sample_of, stack
 
 GENERATORS: Final = (np.random.Generator, np.random.RandomState, random.Random)
-KINDS: Final = (nn.Module, Tensor, Optimizer, GradScaler, LRScheduler, _BaseDataLoaderIter, *GENERATORS)
+KINDS: Final = (nn.Module, Tensor, Optimizer, GradScaler, LRScheduler, _BaseDataLoaderIter, Room, *GENERATORS)
 REACH: Final = 4
 """How deep a part of `stateful` is looked into for what it keeps: its attributes, their attributes, and so on."""
 
@@ -174,6 +175,8 @@ class LoopState:
         largest = max(matrices, key=Tensor.numel)
         ids = {id(item) for item in (*self._tensors.names, *(gift() for gift in self._gifts))}
         ids |= self._member_ids | self._checkpoint_ids | self._moment_ids()
+        # Versions on their way look like the model, and another stream writes them.
+        ids |= {id(tensor) for item in living if type(item) is Room for tensor in item.tensors()}
         own, shape = sample_of(largest), local_part(largest).shape
         # Memory of the model itself, and 0 where it was freed.
         places = {0, *(local_part(value).data_ptr() for value in self._tensors.followed.values() if _is_plain(value))}

@@ -111,6 +111,11 @@ class Room:
     fills: dict[torch.device, Any] = field(default_factory=dict)
     reads: dict[torch.device, Any] = field(default_factory=dict)
 
+    def tensors(self) -> list[Tensor]:
+        """All that shows its memory."""
+        views = [view for *_, rows in self.views.values() for row in rows for view in row]
+        return [self.host, *self.staging.values(), *views]
+
     def rows(self, stretch: Stretch) -> Tensor:
         """Shape (rows, stretch.size): its staging memory. Made at first, and after `model.to()`."""
         staging = self.staging.get(stretch.device)
