@@ -295,8 +295,9 @@ def test_what_is_on_its_way_is_no_copy_of_the_loop(folder: Path) -> None:
         link, fragments = session_of(diloco).link, session_of(diloco).fragments
         toy.step(diloco)
         diloco.checkpoint()
-        daemon.commit(0, daemon.theta[0] + 0.01, NO_SNAPSHOT)
-        until(lambda: link.waiting_commands)
+        for index in range(daemon.fragments):
+            daemon.commit(index, daemon.theta[index] + 0.01, NO_SNAPSHOT)
+        until(lambda: len(link.waiting_commands) >= daemon.fragments)
         go = threading.Event()
         fragments._worker.put(lambda: assert_true(go.wait(60.0)))
         toy.step(diloco)
