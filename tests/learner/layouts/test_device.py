@@ -23,21 +23,13 @@ from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.model_watch import LOOKS_WAITED
 from diloco_node.shared_memory import MemoryStore
-from diloco_node.wire.learner_link import (
-    NO_SNAPSHOT,
-    OfferApplied,
-    SnapshotReady,
-    SnapshotRequested,
-    VersionOffered,
-    Warned,
-)
+from diloco_node.wire.learner_link import NO_SNAPSHOT, OfferApplied, SnapshotReady, SnapshotRequested, VersionOffered
 from tests.kit.device_life import FRAGMENTS, ON_THE_CPU, PLACES, RANKS, Life, Outcome, complaints
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.fakecuda import fake_device
-from tests.kit.learner_kit import Toy, region_folder, session_of
+from tests.kit.learner_kit import Toy, region_folder
 from tests.kit.planted.device_faults import DEVICE_FAULTS, planted
 from tests.kit.shard_ranks import Ranks, states
-from tests.kit.waiting import until
 
 pytestmark = [
     pytest.mark.device,
@@ -286,29 +278,6 @@ def test_a_thousand_boundaries_without_a_wait_while_daemons_die(folder: Path) ->
     assert fake_device.own_waits() == []
     assert min(applied, snapshots) > BOUNDARIES // 20, "it was asked for something all the time"
     diloco.close()
-
-
-def test_what_is_on_its_way_is_no_copy_of_the_loop(folder: Path) -> None:
-    """A search for averages that a script holds would read it while another stream writes it, and name it."""
-    toy = Toy()
-    with FakeDaemon(folder, fragments=1) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
-        link, fragments = session_of(diloco).link, session_of(diloco).fragments
-        toy.step(diloco)
-        diloco.checkpoint()
-        daemon.commit(0, daemon.theta[0] + 0.01, NO_SNAPSHOT)
-        until(lambda: link.waiting_commands)
-        go = threading.Event()
-        fragments._worker.put(lambda: assert_true(go.wait(60.0)))
-        toy.step(diloco)
-        assert fragments.arriving
-        go.set()
-        fragments._worker.drain()
-        diloco.checkpoint()
-        assert not fake_device.hazards()
-        torch.cuda.synchronize()
-        toy.step(diloco)
-        diloco.checkpoint()
-        assert not [message.text for message in daemon.said if isinstance(message, Warned)]
 
 
 def _go_on(daemon: FakeDaemon, answers: list[int]) -> None:
