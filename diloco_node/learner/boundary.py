@@ -67,8 +67,8 @@ class StepBoundaries:
         """Carry out what the ranks agree on, and return it. Without `look` no step was made: versions are taken.
 
         Args:
-            look: called before anything of the model is sent or changed, with whether something may be. What the daemon
-                asks for after it was heard waits for the next boundary: nothing is merged that was not looked at.
+            look: called before anything of the model is sent or changed, with whether something may be. Later orders of
+                the daemon wait for the next boundary: nothing is merged that was not looked at.
 
         Raises:
             LearnerError: parameters are not finite, the optimizer undid a version, or the daemon refuses this learner.
