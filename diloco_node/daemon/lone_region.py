@@ -185,15 +185,15 @@ def _loss(region: str, roster: Roster, recovery: Recovered, bucket: WitnessBucke
     lacking = [entry for entry in record.entries if is_behind and hashes.get(entry.index) != entry.hash]
     is_joined = not is_behind or hashes.get(record.base.index) == record.base.hash
     rounds = [entry for entry in lacking if isinstance(entry.body, RoundBody)]
-    lost = [entry for entry in rounds if f"{FOLDER}/{entry.hash.hex()}" not in bucket.keys]
+    gaps = [entry for entry in rounds if f"{FOLDER}/{entry.hash.hex()}" not in bucket.keys]
     url, witness = roster.memberships[roster.witness].address, roster.witness
-    if is_joined and not lost:
+    if is_joined and not gaps:
         more = f", and takes {len(lacking)} entries from there, up to entry {record.last[1]}" if lacking else ""
         raise ConfigError(
             f"start {region}: with {witness} at {url} it is 2 of the {len(roster.voters)} voters, so it goes on{more}"
         )
     if is_joined:
-        return f"{witness} has acknowledged entries up to {record.last[1]}, and lacks {len(lost)} of their payloads"
+        return f"{witness} has acknowledged entries up to {record.last[1]}, and lacks {len(gaps)} of their payloads"
     return (
         f"{witness} has acknowledged entries up to {record.last[1]}, {len(rounds)} rounds among them, and shows those "
         f"after entry {record.base.index} only"

@@ -66,8 +66,10 @@ class SettingsWatch:
         for line in differences:
             console_line(self._region, line)
         texts = setting_texts(body)
-        other = {key: text for key, text in texts.items() if self._file.get(key, text) != text}
-        self.shown = tuple((row[0], other[row[0]], ORIGIN) if row[0] in other else row for row in self.shown)
+        changes_of_file = {key: text for key, text in texts.items() if self._file.get(key, text) != text}
+        self.shown = tuple(
+            (row[0], changes_of_file[row[0]], ORIGIN) if row[0] in changes_of_file else row for row in self.shown
+        )
         joiner = dict(line.split("=", 1) for line in self.joiner_settings)
-        self.joiner_settings = tuple(f"{key}={text}" for key, text in (joiner | other).items())
+        self.joiner_settings = tuple(f"{key}={text}" for key, text in (joiner | changes_of_file).items())
         return True

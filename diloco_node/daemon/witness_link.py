@@ -329,8 +329,8 @@ class WitnessLink:
         assert read_at is not None
 
         def find() -> frozenset[str]:
-            written = place.opened().record.written(FOLDER)
-            return frozenset(key for key, at in written.items() if key not in keys and read_at - at > ORPHAN_AGE)
+            times = place.opened().record.written(FOLDER)
+            return frozenset(key for key, at in times.items() if key not in keys and read_at - at > ORPHAN_AGE)
 
         return find
 

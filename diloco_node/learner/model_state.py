@@ -69,11 +69,11 @@ def merged_saves(module: nn.Module, tensors: ModelTensors, ranks: Ranks, fragmen
             return
         is_asking = True  # what follows asks for names by state_dict() itself
         try:
-            merged = tensors.full_state(fragments.manifest, fragments.global_vectors(), {})
+            full = tensors.full_state(fragments.manifest, fragments.global_vectors(), {})
         finally:
             is_asking = False
         for name in [name for name in state if name.startswith(prefix)]:
-            values = merged.get(plain_name(path + name.removeprefix(prefix), replicas))
+            values = full.get(plain_name(path + name.removeprefix(prefix), replicas))
             if values is not None:
                 state[name] = values
 

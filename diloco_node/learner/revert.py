@@ -116,11 +116,11 @@ class RevertCheck:
             if numbers is None:
                 continue
             trial.look = None
-            changes, moved = numbers[:2]
-            if moved and not changes:
+            changes, moves = numbers[:2]
+            if moves and not changes:
                 continue  # no optimizer step in between: ask again
             del self._pending[index]
-            if moved:
+            if moves:
                 self._judge(trial.local, numbers)
         if self._is_done:
             self._pending.clear()
@@ -148,9 +148,9 @@ class RevertCheck:
         return torch.stack([value.float() for value in sums])
 
     def _judge(self, local: LocalFragment, numbers: Sequence[float]) -> None:
-        _, moved, back, ahead, dot, gradient, move = numbers
+        _, moves, back, ahead, dot, gradient, move = numbers
         self._looks += 1
-        if moved >= VALUES_MIN:
+        if moves >= VALUES_MIN:
             if back >= CLOSER * ahead:
                 self._is_done = True
             elif not dot > LEADS_BACK * gradient * move:

@@ -18,7 +18,7 @@ MARKS: Final = ("base_lrs", "min_lrs", "_milestones")
 
 
 class StateWatch:
-    """See the module. Each kind of change is told once.
+    """The watch over what a loop empties or loads of a kept state. Each kind of change is told once.
 
     Args:
         optimizers, schedules: whose state a checkpoint keeps. warn: tells people.
