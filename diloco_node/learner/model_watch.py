@@ -153,6 +153,7 @@ class ModelWatch:
         for handle in self._handles:
             handle.remove()
         self._optimizers.clear()
+        self._silent_name, self._silent_next = _NAMELESS, None
 
     def check(self, has_orders: bool) -> None:
         """Look at the model at a step boundary, before anything of it is sent, or changed by a version.

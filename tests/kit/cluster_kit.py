@@ -77,8 +77,7 @@ class Cluster:
     async def start(self, *names: str) -> None:
         """Start some regions, or all of them."""
         if not Cluster.has_kernels:
-            with LiveView("", is_quiet=True) as view:
-                await self.demo.compile(view)
+            await self.demo.compile(LiveView("", is_quiet=True))
             Cluster.has_kernels = True
         for name in names or self.names:
             self.regions[name].status = {}  # what a life before has said

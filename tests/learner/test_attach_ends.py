@@ -438,6 +438,7 @@ def test_a_model_inside_a_trainers_module_saves_the_merged_weights_by_itself_too
     assert torch.equal(inner.save_pretrained()["weight"], inner.weight)
 
 
+@pytest.mark.no_device("torch.nn.DataParallel asks for properties of real ones")
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager"), in_fabric])
 def test_a_wrapped_model_saves_the_merged_weights_from_each_level(folder: Path, wrap: Any) -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))

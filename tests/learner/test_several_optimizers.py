@@ -82,7 +82,7 @@ def test_two_optimizers_of_one_parameter_each_go_on_with_their_own_moments() -> 
 def test_groups_and_rates_that_a_script_holds_stay_the_optimizers_after_a_restart() -> None:
     def build() -> tuple[list[torch.optim.Optimizer], OptimizerParts]:
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-        rate = torch.tensor(0.1)
+        rate = torch.tensor(0.1, device="cpu")
         members: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(model[0].parameters(), lr=rate, foreach=False),
             torch.optim.SGD(model[1].parameters(), lr=0.2),

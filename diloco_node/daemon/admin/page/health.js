@@ -60,7 +60,7 @@ function card(alert) {
     { class: `card ${tone}`, "data-key": `${alert.code} ${alert.region}` },
     h("p", { class: "what" }, h("span", { class: "mark", "aria-hidden": "true" }, mark), h("b", {}, word), alert.region ? ` ${alert.region}` : "", alert.code ? h("span", { class: "code" }, alert.code) : null),
     h("p", {}, known(alert.text)),
-    alert.hint ? h("p", { class: "hint" }, alert.hint.replaceAll("`", "")) : null,
+    alert.hint ? h("p", { class: "hint" }, String(alert.hint).replaceAll("`", "")) : null,
     h(
       "p",
       { class: "acts" },
