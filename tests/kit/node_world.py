@@ -144,6 +144,7 @@ class MemoryTransport:
         self._turns = {peer: asyncio.Lock() for peer in peers}
         self._lost: dict[str, asyncio.Event] = {}
         self.credentials = SimpleNamespace(document=dict, revocations=frozenset())
+        self.pacer = SimpleNamespace()  # of a witness in a bucket: these worlds have none
 
     def register(self, handler: Any, kinds: frozenset[type]) -> None:
         """Nobody measures in these worlds."""

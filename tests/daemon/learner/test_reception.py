@@ -66,7 +66,7 @@ async def test_a_new_process_past_the_end_waits_for_a_majority(
         may_allot_incarnation=True,
         incarnation_min=1,
         ledger=SimpleNamespace(leader=""),
-        end=SimpleNamespace(lack=lambda _leader, *, now_ns: lack),
+        end=SimpleNamespace(unclosed_end=lambda _leader, *, now_ns: lack),
     )
     learner: Any = SimpleNamespace(attach_fault=lambda *_, **__: "")
     fragments = len(MANIFEST.fragments)
@@ -122,7 +122,7 @@ class Desk:
             ledger=SimpleNamespace(
                 leader="b", has_caught_up=True, disks=SimpleNamespace(roster=Roster.of_voters("ab"))
             ),
-            end=SimpleNamespace(lack=lambda _leader, *, now_ns, own_steps=0: self.lack if own_steps >= 200 else ""),
+            end=SimpleNamespace(unclosed_end=lambda _leader, *, now_ns, own_steps=0: self.lack if own_steps >= 200 else ""),
             leader=SimpleNamespace(progress=SimpleNamespace(position=lambda *, now_ns: RunPosition(8, None))),
             history=history,
         )
