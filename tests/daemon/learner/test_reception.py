@@ -122,7 +122,9 @@ class Desk:
             ledger=SimpleNamespace(
                 leader="b", has_caught_up=True, disks=SimpleNamespace(roster=Roster.of_voters("ab"))
             ),
-            end=SimpleNamespace(unclosed_end=lambda _leader, *, now_ns, own_steps=0: self.lack if own_steps >= 200 else ""),
+            end=SimpleNamespace(
+                unclosed_end=lambda _leader, *, now_ns, own_steps=0: self.lack if own_steps >= 200 else ""
+            ),
             leader=SimpleNamespace(progress=SimpleNamespace(position=lambda *, now_ns: RunPosition(8, None))),
             history=history,
         )
