@@ -175,7 +175,7 @@ def test_an_order_waits_until_the_one_before_is_applied_here_as_well(patch: pyte
     change = core.replacement._settings
     assert change.order_fault(replace(body, sync_every=24)) == ""
     # A slow disk: a majority of the others has it.
-    patch.setattr(type(core.history.account), "index", property(lambda _: change._index - 1))
+    patch.setattr(core.history.account, "index", change._index - 1)
     assert "not committed yet: try again" in change.order_fault(replace(body, sync_every=24))
 
 
