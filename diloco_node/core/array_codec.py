@@ -58,10 +58,15 @@ _NO_BOUND: Final = "needs a bound of kind {kind} in core/bounds.py or wire/field
 
 
 class ArrayCodecs:
-    """Builds codecs by one table of bounds (`bound_of`). tags: of dataclasses that are members of a union."""
+    """Builds codecs by one table of bounds (`bound_of`).
 
-    def __init__(self, bounds: Bounds, tags: Mapping[type, int]) -> None:
-        self._bounds, self._tags = bounds, tags
+    Args:
+        tags: of dataclasses that are members of a union.
+        is_lenient: whether numbers of other libraries are written: what stays here may be another than others read.
+    """
+
+    def __init__(self, bounds: Bounds, tags: Mapping[type, int], *, is_lenient: bool = False) -> None:
+        self._bounds, self._tags, self._is_lenient = bounds, tags, is_lenient
 
     def codec(self, cls: type, *, skip: int = 0, depth: int = 1) -> Codec:
         """Build the codec of an array of fields. skip: places (0 or 1) that are left at its front for the tag.
@@ -124,7 +129,7 @@ class ArrayCodecs:
             return self._tuple(typing.get_args(hint), bound, is_region, depth=depth + 1)
         if isinstance(hint, type):
             if hint in (int, float, bool, str, bytes):
-                return _scalar(hint, bound, is_region)
+                return _scalar(hint, bound, is_region, self._is_lenient)
             if issubclass(hint, Enum):
                 return _enum(hint)
             if dataclasses.is_dataclass(hint):
@@ -186,7 +191,7 @@ class ArrayCodecs:
         )
 
 
-def _scalar(hint: type, bound: Bound | None, is_region: bool) -> Codec:
+def _scalar(hint: type, bound: Bound | None, is_region: bool, is_lenient: bool) -> Codec:
     if hint is bool:
         return check_bool, check_bool
     if hint is str and is_region:
@@ -195,7 +200,8 @@ def _scalar(hint: type, bound: Bound | None, is_region: bool) -> Codec:
     if not isinstance(bound, kind):
         raise OutOfBounds(_NO_BOUND.format(kind=kind.__name__, found=bound))
     check = make(bound)
-    convert = {int: _as_int, float: _as_float}.get(hint)
+    converters: dict[type, Check] = {int: _as_int, float: _as_float} if is_lenient else {float: _of_int}
+    convert = converters.get(hint)
     return (check if convert is None else _lenient(hint, check, convert)), check
 
 
@@ -246,6 +252,12 @@ def _as_float(value: Any) -> float:
     if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
         raise OutOfBounds(f"expected float, got {type(value).__name__}")
     return float(value)  # numpy's floats, and ints that a sum began with
+
+
+def _of_int(value: Any) -> float:
+    if type(value) is not int:
+        raise OutOfBounds(f"expected float, got {type(value).__name__}")
+    return float(value)  # a sum began with it
 
 
 def _named(places: Iterable[str], checks: Iterable[Check], values: Iterable[Any]) -> OutOfBounds:

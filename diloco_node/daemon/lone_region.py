@@ -183,7 +183,8 @@ def _loss(region: str, roster: Roster, recovery: Recovered, bucket: WitnessBucke
     last = recovery.entries[-1] if recovery.entries else recovery.base
     is_behind = (last.term, last.index) < record.last
     lacking = [entry for entry in record.entries if is_behind and hashes.get(entry.index) != entry.hash]
-    is_joined = not is_behind or hashes.get(record.base.index) == record.base.hash
+    places = [(record.base.index, record.base.hash), *((entry.index, entry.hash) for entry in record.entries)]
+    is_joined = not is_behind or any(hashes.get(index) == entry_hash for index, entry_hash in places)
     rounds = [entry for entry in lacking if isinstance(entry.body, RoundBody)]
     gaps = [entry for entry in rounds if f"{FOLDER}/{entry.hash.hex()}" not in bucket.keys]
     url, witness = roster.memberships[roster.witness].address, roster.witness

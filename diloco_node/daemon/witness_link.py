@@ -156,9 +156,10 @@ class WitnessLink:
         self._store, self._pacer, self._spawn, self._post, self._note = store, pacer, spawn, post, note
         self._now_ns = now_ns
         self._place = _WitnessPlace()
-        # Of the lane in the budget one piece waits at a time.
-        self._turn_to_send = asyncio.Lock()
-        self._threads = ThreadPoolExecutor(THREADS, "witness")
+        # Of the lane in the budget one piece waits at a time, and one that was read.
+        self._turn_to_send, self._turn_to_read = asyncio.Lock(), asyncio.Lock()
+        # Turns have a thread of their own: payloads wait in theirs, for the budget, as long as it takes.
+        self._turns, self._threads = ThreadPoolExecutor(1, "witness-turn"), ThreadPoolExecutor(THREADS, "witness")
         self._queue: deque[Message] = deque(maxlen=QUEUE_MAX)
         self._is_busy = self._is_watching = False
 
@@ -187,7 +188,8 @@ class WitnessLink:
 
     def close(self) -> None:
         """Ask nothing any more."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._turns, self._threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def send(self, message: Message) -> None:
         """Take a message of the core, or a request for bytes."""
@@ -215,7 +217,7 @@ class WitnessLink:
 
     async def _take_turn(self, message: Message) -> None:
         place, loop = self._place, asyncio.get_running_loop()
-        outcome = await self._ask(place, partial(self._swap, place, message, loop))
+        outcome = await self._ask(place, partial(self._swap, place, message, loop), self._turns)
         if outcome is None or place is not self._place:
             return
         turn, record = outcome
@@ -236,10 +238,10 @@ class WitnessLink:
         elif turn.dropped:
             self._spawn(self._remove(place, turn.dropped), "witness cleaning")
 
-    async def _ask(self, place: _WitnessPlace, request: Callable[[], T]) -> T | None:
+    async def _ask(self, place: _WitnessPlace, request: Callable[[], T], threads: ThreadPoolExecutor) -> T | None:
         """The outcome of a request in a thread; None: it failed. Both are told, if that is news."""
         try:
-            outcome = await in_thread(self._threads, request)
+            outcome = await in_thread(threads, request)
         except (DilocoError, RuntimeError) as error:  # the latter after `close`
             self._tell(place, str(error))
             return None
@@ -301,7 +303,7 @@ class WitnessLink:
 
         self._pacer.transfer_started(place.name, BudgetLane.ROUNDS, size_bytes)
         try:
-            if await self._ask(place, write) and disk == place.disk:
+            if await self._ask(place, write, self._threads) and disk == place.disk:
                 place.stored[entry.hash] = read_at
                 while len(place.stored) > STORED_MAX:
                     del place.stored[next(iter(place.stored))]
@@ -319,9 +321,10 @@ class WitnessLink:
 
     async def _may_read(self, name: str, count: int) -> None:
         """Count it, and wait as long as it takes at the region's ceiling."""
-        self._pacer.was_read(name, count)
-        if rate := self._pacer.status()["ingress_bytes_per_s"]:
-            await asyncio.sleep(count / rate)
+        async with self._turn_to_read:
+            self._pacer.was_read(name, count)
+            if rate := self._pacer.status()["ingress_bytes_per_s"]:
+                await asyncio.sleep(count / rate)
 
     def _orphans(self, place: _WitnessPlace, record: WitnessRecord) -> Callable[[], frozenset[str]]:
         """In a thread: the keys of objects that nobody will name, by what was just written."""
@@ -387,7 +390,7 @@ class WitnessLink:
         """Look at the bucket now and then."""
         while True:
             if self.name:
-                await self._ask(self._place, partial(_look, self._place))
+                await self._ask(self._place, partial(_look, self._place), self._turns)
             await asyncio.sleep(LOOK_S)
 
     def _tell(self, place: _WitnessPlace, fault: str) -> None:

@@ -379,9 +379,10 @@ class Diloco:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if isinstance(error, GeneratorExit) and self._ranks.size > 1:
+            return self._close(None)  # maybe of this rank alone: the others would wait for it, or it for them
         if error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
-            self.close()
-            return
+            return self.close()
         if self._session is not None and self._wish.reason and not self._is_closed:
             self._session.want_end(self._wish.reason)
         self._close(failure(error))
@@ -393,12 +394,12 @@ class Diloco:
         session = self._session
         boundaries = None if self._is_closed else self._boundaries
         try:
-            foreign = ""
+            foreign, is_asked = "", False
             if boundaries is not None and self._watch is not None:
                 foreign = self._watch.foreign_write()
                 end_on_final(boundaries, self._warn)
             self.checkpoint()
-            if boundaries and self._ranks.can_meet and (self.should_stop or boundaries.are_asked_to_stop()):
+            if boundaries and self._ranks.can_meet and (is_asked := self.should_stop or boundaries.are_asked_to_stop()):
                 if session is not None:
                     self._report(session)  # rounds are opened for the steps that were reported
                     if foreign and session.has_unmerged_steps:
@@ -410,7 +411,7 @@ class Diloco:
             raise
         if session is not None and not self._is_closed:
             # A process that was asked to stop, this or another rank's, has not stopped for good: the next one goes on.
-            is_interrupted = (self._terminate.is_set or self.should_stop) and session.stop_reason is None
+            is_interrupted = (is_asked or self._terminate.is_set or self.should_stop) and session.stop_reason is None
             counts = session.fragments.step, session.fragments.tokens
             if not is_interrupted:
                 last = Done(*counts, blocked_ns=self._blocked_ns, **self._held_out.fields)

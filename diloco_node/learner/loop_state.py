@@ -44,7 +44,8 @@ GENERATORS: Final = (np.random.Generator, np.random.RandomState, random.Random)
 HOLDERS: Final = (nn.Module, DataLoader, Sampler, Dataset)
 """Places of torch's generators, which are in no list of objects themselves."""
 
-KINDS: Final = (Tensor, Optimizer, GradScaler, LRScheduler, _BaseDataLoaderIter, Room, *GENERATORS, *HOLDERS)
+PARTS: Final = (nn.Module, Tensor, Optimizer, GradScaler, LRScheduler, _BaseDataLoaderIter, *GENERATORS)
+KINDS: Final = (*PARTS, Room, *HOLDERS)
 REACH: Final = 4
 """How deep a part of `stateful` is looked into for what it keeps: its attributes, their attributes, and so on."""
 
@@ -86,7 +87,7 @@ class LoopState:
         self._member_ids = {id(item) for item in (*members, *modules, *member_values)}
         # What is in `stateful`, and no schedule, scaler or module, may know where the data are.
         self._has_position = any(
-            not isinstance(_inner(component), (*KINDS, KeptGenerator)) for component in stateful.values()
+            not isinstance(_inner(item), (*PARTS, torch.Generator, KeptGenerator)) for item in stateful.values()
         )
         # Names that people have been told.
         self._told: set[str] = set()

@@ -14,7 +14,6 @@ stands, so versions are half undone. A copy is a state that looks like its param
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import compress
@@ -119,10 +118,10 @@ class ModelWatch:
         # by this learner, and its values then. Begun again where optimizers write nothing, as long as that is news.
         self._still_steps: int | None = 0
         self._counts, self._standing = self._counts_now(), self._written
-        self._may_be_still = True
+        self._may_be_still, self._has_told_counts = True, False
         # Steps that the loop told; those that optimizers had made by the last multiple of STILL_STEPS of them, and of
         # these the ones that wrote.
-        self._told_steps = self._made_steps = self._moves = 0
+        self._told_steps = self._made_steps = self._moves = self._moves_before = 0
         # Those that this learner had written when it was asked last; -1: it was not.
         self._versions = -1
         # Once True nothing more is said of writes.
@@ -244,7 +243,7 @@ class ModelWatch:
             return
         self._still_steps = None if self._counts_now() != self._counts else self._still_steps + 1
         if self._still_steps == STILL_STEPS:
-            self._still_steps = None
+            self._still_steps, self._may_be_still = None, False  # never again: here no count tells of writes
             samples = zip(self._weights, self._standing, strict=True)
             if all(torch.equal(sample_of(tensor), sample) for tensor, sample in samples):
                 text = (
@@ -262,12 +261,13 @@ class ModelWatch:
             return
         records = [*filter(None, self._optimizers.values())]
         before, self._made_steps = self._made_steps, sum(record.steps for record in records)
-        moves_before, self._moves = self._moves, sum(record.moves for record in records)
-        if self._moves <= moves_before and self._may_be_still and self._still_steps is None and self._told_steps > 0:
-            self._may_be_still, self._still_steps = False, 0
+        has_moved, self._moves_before = self._moves > self._moves_before, self._moves
+        if not has_moved and self._may_be_still and self._still_steps is None:
+            self._still_steps = 0
             self._counts, self._standing = self._counts_now(), [sample_of(tensor) for tensor in self._weights]
-        if self._told_steps > STILL_STEPS and 0 < 2 * (made := self._made_steps - before) <= STILL_STEPS:
-            self._told_steps = -sys.maxsize  # never again
+        made = 0 if self._has_told_counts else self._made_steps - before
+        if self._told_steps > STILL_STEPS and 0 < 2 * made <= STILL_STEPS:
+            self._has_told_counts = True
             self._warn(
                 f"{STILL_STEPS} steps were told in which the optimizer made {made}: the run counts too many. Call "
                 "step() once for each optimizer.step(), with the tokens of all its micro-batches"
@@ -298,7 +298,7 @@ class ModelWatch:
             return
         writes = record.writes
         record.note(is_step=True)
-        record.moves += record.writes != writes
+        self._moves += record.writes != writes
         record.told_steps = self._told_steps
         for sibling in record.siblings:
             if sibling.sample is not None:
@@ -332,7 +332,6 @@ class ModelWatch:
         is_same = len(holding) == len(parameters) and all(map(is_, parameters, holding))
         if optimizer in self._optimizers and is_same and not any(map(_TRAINS, self._constants)):
             return self._optimizers[optimizer]
-        self._holdings[optimizer] = parameters
         # By the model as it is now: a layer that is unfrozen or new is in it, but is not followed.
         own_names = {parameter: name for name, parameter in self._tensors.present().items()}
         strangers = [parameter for parameter in parameters if parameter in own_names.keys() - self._names.keys()]
@@ -347,6 +346,7 @@ class ModelWatch:
         if tensors:
             check_kind(optimizer)
         self._optimizers[optimizer] = record = OptimizerRecord(tensors) if tensors else None
+        self._holdings[optimizer] = parameters
         for sibling in filter(None, self._optimizers.values()):
             if record is not None and sibling is not record and not sibling.tensors.keys().isdisjoint(tensors):
                 record.siblings.append(sibling)

@@ -196,11 +196,12 @@ class OptimizerParts:
     def _place_of_group(self, at: int, own_group: Json, groups: Sequence[Json], names: Sequence[str]) -> int | None:
         """Find the group of a checkpoint with most of the parameters of a group; None: it had none of them.
 
-        Groups may be in another order since, more or fewer. Parameters without a name are where they were.
+        Groups may be in another order since, more or fewer. Of parameters without a name only the place is known.
         """
         own_names = {self._names[index] for index in own_group["params"]} - {""}
         if not own_names:
-            return at if at < len(groups) else None
+            is_nameless = at < len(groups) and not any(names[index] for index in groups[at]["params"])
+            return at if is_nameless else None
         counts = Counter(
             place for place, group in enumerate(groups) for index in group["params"] if names[index] in own_names
         )

@@ -32,7 +32,7 @@ class OptimizerRecord:
     Attributes:
         tensors: those that are merged, by name.
         writes: how often each was written to, when this learner or the optimizer did so last, and where the largest
-            lies. steps: since `attach`. moves: of these, steps that wrote. largest: place of the largest of them.
+            lies. steps: since `attach`. largest: place of the largest of them.
         counted_steps: of the optimizer whose steps count, when this one's last step began.
         told_steps: that the loop had told when `sample` was taken.
         is_stepping: it is in a step: what it writes was not noted yet.
@@ -48,7 +48,6 @@ class OptimizerRecord:
     tensors: dict[str, Tensor]
     writes: list[int] = field(default_factory=list)
     steps: int = 0
-    moves: int = 0
     counted_steps: int = 0
     told_steps: int = 0
     is_stepping: bool = False

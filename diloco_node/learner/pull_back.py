@@ -138,9 +138,17 @@ class PullBackCheck:
         self._finish(local.index)
         if not self.is_done and len(self._trials) < TRIALS_MAX:
             self._versions += 1
-            progress = before - self._after.get(local.index, before)
+            earlier = self._after.get(local.index, before)
+            is_same = (earlier.device, earlier.shape) == (before.device, before.shape)
+            progress = before - (earlier if is_same else before)
             self._trials[local.index] = _VersionTrial(local, after - before, after, progress)
             self._after[local.index] = after
+        else:
+            self.pass_over(local.index)
+
+    def pass_over(self, index: int) -> None:
+        """A version was applied that is not looked at: the way since the one before it is not the learner's alone."""
+        self._after.pop(index, None)
 
     def look(self) -> None:
         """Measure what the last step took back, and judge the versions whose numbers have come."""
@@ -162,7 +170,7 @@ class PullBackCheck:
         if gradient is None:
             gradient = torch.zeros_like(now)
         directions = torch.stack([step, trial.move, gradient, gradient.sign(), trial.progress])
-        return (directions @ directions.T).flatten()
+        return (directions[:, None] * directions).sum(-1).flatten()  # no matrix product: autocast would round it
 
     def _finish(self, index: int) -> None:
         """Order the numbers of a version; they are lost where those of the one before are still on their way."""

@@ -113,7 +113,8 @@ class Ranks:
             fault = f"has {self.size} ranks: each group would be a learner" if is_ready else "is not initialised"
             raise LearnerError(
                 f"WORLD_SIZE is {launched}, but torch.distributed {fault}: call "
-                "torch.distributed.init_process_group() with all ranks before diloco_node.attach()"
+                "torch.distributed.init_process_group() with all ranks before diloco_node.attach(). If each "
+                "of them is a region, unset WORLD_SIZE"
             )
         self.rank = dist.get_rank() if is_ready else 0
         # A collective call: all ranks attach. The second one is for the thread that carries parameters.

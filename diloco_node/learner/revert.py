@@ -80,6 +80,8 @@ class RevertCheck:
         """Sample this rank's part of a fragment, just before a version is applied to it."""
         if not self._is_done or self._pull_back.wants(local.index):
             self._before[local.index] = self._tensors.sample(local)
+        else:
+            self._pull_back.pass_over(local.index)
 
     def after(self, local: LocalFragment) -> None:
         """It has been."""

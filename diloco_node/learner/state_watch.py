@@ -62,7 +62,7 @@ class StateWatch:
             self._warn(f"{kind_of(optimizer)} has {text}")
             break
         for schedule, marks in self._marks:
-            if any(mark is not now for mark, now in zip(marks, _marks(schedule), strict=True)):
+            if any(mark is not now and mark != now for mark, now in zip(marks, _marks(schedule), strict=True)):
                 self._marks = []
                 self._warn(
                     f"{type(schedule).__name__} has another state than after attach(), as load_state_dict() gives it: "
@@ -83,8 +83,9 @@ def schedules_of(components: Iterable[Any]) -> list[LRScheduler]:
 
 def _fill(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """How many parameters have moments, and how many the first of them has."""
-    return len(optimizer.state), len(next(iter(optimizer.state.values()), ()))
+    fills = [values for values in optimizer.state.values() if isinstance(values, dict)]
+    return len(fills), len(fills[0]) if fills else 0
 
 
 def _marks(schedule: LRScheduler) -> list[Any]:
-    return [getattr(schedule, name, None) for name in MARKS]
+    return [vars(schedule).get(name) for name in MARKS]

@@ -162,8 +162,10 @@ class SliceReader:
         self._leader = leader
         self._sharded = {place for place, tensor in enumerate(self._tensors) if is_sharded(tensor)}
         self._places: list[int] = []
-        # By number of the tensor.
+        # By number of the tensor. On a device they are made anew: they would keep memory that a model has left.
         self._slices: dict[int, Tensor] = {}
+        self._numbers: list[int] = []
+        self._ends: list[int] = []
 
     def read(self) -> Tensor:
         """The slices, one after another; a copy."""
@@ -171,14 +173,17 @@ class SliceReader:
         if self._sharded:  # `to_local` takes longer than all the rest
             shards = [shard._local_tensor if place in self._sharded else shard for place, shard in enumerate(shards)]
         places = [*map(_PLACE, shards)]
-        if places != self._places:
-            self._places, self._slices = places, dict(_slices(shards, shards[self._leader].device))
-        return torch.cat([*self._slices.values()]) if self._slices else torch.zeros(0, device="cpu")
+        slices, device = self._slices, shards[self._leader].device
+        if places != self._places or device.type != "cpu":
+            slices = dict(_slices(shards, device))
+            self._slices = slices if device.type == "cpu" else {}
+            self._numbers, self._ends = [*slices], [*accumulate(part.numel() for part in slices.values())]
+            self._places = places
+        return torch.cat([*slices.values()]) if slices else torch.zeros(0, device="cpu")
 
     def number_at(self, place: int) -> int:
         """Number of the tensor whose slice is at a place of what was read."""
-        ends = [*accumulate(part.numel() for part in self._slices.values())]
-        return [*self._slices][bisect_right(ends, place)]
+        return self._numbers[bisect_right(self._ends, place)]
 
 
 def _slices(shards: Iterable[Tensor], device: torch.device) -> Iterator[tuple[int, Tensor]]:

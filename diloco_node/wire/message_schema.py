@@ -67,7 +67,7 @@ class Schema(Generic[T]):
             if cls in tags or tag in tags.values():
                 raise ValueError(f"{cls.__name__} or its tag {tag} is in the schema twice")
             tags[cls] = tag
-        codecs = ArrayCodecs(bounds, tags)
+        codecs = ArrayCodecs(bounds, tags, is_lenient=True)
         self._encoders: dict[type, tuple[int, Check]] = {}
         self._decoders: dict[int, tuple[str, Check]] = {}
         for tag, cls in table.items():

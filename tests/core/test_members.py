@@ -6,12 +6,14 @@ from diloco_node.core.events import Effect, MessageArrived, Send
 from diloco_node.core.ledger import ledger_state
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.membership import replacement
 from diloco_node.core.messages import RosterShown
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.types import RoundBody
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.member_check import MemberCheck
 from diloco_node.lab.sim.planting import signature_of, signed
+from diloco_node.numeric import NS_PER_S
 from tests.kit.planted.member_faults import count_contributors
 from tests.kit.rounds_kit import committed_round, contribution
 from tests.kit.small_world import Small
@@ -216,6 +218,22 @@ def test_of_two_regions_that_leave_at_once_the_second_is_refused_until_the_first
                 order(small, name, "former", is_forced=True)
     changes = [body for body in small.bodies() if isinstance(body, MembershipBody)]
     assert [(body.region, body.kind) for body in changes] == [(first, "former"), (second, "former")]
+
+
+def test_a_departure_that_an_open_round_holds_up_for_long_is_given_up(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, 5)
+    small.go(6)
+    leader, (first, second) = small.leader(), small.others()[:2]
+    core = small.hosts[leader].core
+    small.sim.run_until(lambda: any(first in round_.members for round_ in core.leader.rounds.values()))
+    patch.setattr(core.leader, "let_go", lambda region: not region)
+    patch.setattr(replacement, "HOLD_NS", 4 * NS_PER_S)
+    assert order(small, first, "former", is_forced=True) == ""
+    small.go(2)
+    assert "is about to leave" in order(small, second, "former", is_forced=True)
+    small.go(3)
+    assert any(f"an open round has had {first} all the time" in note.text for note in small.alarms())
+    assert "is about to leave" not in order(small, second, "contributor", is_forced=True)
 
 
 def test_a_region_that_was_removed_while_it_was_down_is_told_when_it_comes_back(patch: pytest.MonkeyPatch) -> None:

@@ -414,6 +414,26 @@ def test_objects_of_a_class_and_of_those_derived_from_it_are_found_also_without_
     assert id(members) not in ids
 
 
+class KnowingLoader(torch.utils.data.DataLoader[int]):
+    """A loader that keeps its position, as torchdata's and this program's do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing is gone on with here."""
+
+
+def test_a_loader_that_keeps_its_position_is_not_named(folder: Path) -> None:
+    loader = KnowingLoader(list(range(40)))
+    with Loop(folder, plain(), stateful={"data": loader}) as loop:
+        batches = iter(loader)
+        for _ in range(4):
+            loop.step()
+            next(batches)
+            assert loop.checkpoint() == []
+
+
 def test_nothing_is_named_that_needs_no_place(folder: Path) -> None:
     """A schedule that asks the run, a scaler that is off, a loader that is done, a module that stays, and garbage."""
     with Loop(folder, plain()) as loop:

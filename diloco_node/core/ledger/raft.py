@@ -27,6 +27,7 @@ durable and may come unasked.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from diloco_node.core.events import (
@@ -393,9 +394,12 @@ class LedgerCore(LedgerState):
         log, committed_index = self._log, self.cluster_commit_index
         if self.is_leader or self._hears_leader(now_ns) or not tail.entries or fault_in(tail):
             return
-        known_index = log.known_index
+        known_index, base = log.known_index, log.base
         if (tail.term, tail.entries[-1].index) <= (log.term_at(known_index), known_index):
             return
+        if tail.previous_index < base.index and any(entry.hash == base.hash for entry in tail.entries):
+            entries = tuple(entry for entry in tail.entries if entry.index > base.index)
+            tail = replace(tail, previous_index=base.index, previous_hash=base.hash, entries=entries)
         conflict = log.first_conflict(tail.entries)
         if not log.has(tail.previous_index, tail.previous_hash) or 0 < conflict <= committed_index:
             return
@@ -407,7 +411,8 @@ class LedgerCore(LedgerState):
             self.disks.on_truncation(conflict)
             matched_index = min(matched_index, conflict - 1)
         self._following.matched_index = matched_index
-        self._note_commit(min(tail.commit_index, log.known_index))
+        # Behind these entries this log may have others than the tail's next ones, of a leader before.
+        self._note_commit(min(tail.commit_index, tail.previous_index + len(tail.entries), log.known_index))
         log.promote(self._may_persist, committed_index=self.cluster_commit_index)
 
     def _distrust(self, peer: str, fault: str, now_ns: int) -> None:

@@ -55,7 +55,10 @@ ENTRIES_MAX: Final = 1 << 14
 TAIL_BYTES_MAX: Final = 8 << 20
 """Encoded bytes of them: the record is written at least every BEAT_NS while a leader is alone."""
 
-RECORD_BYTES_MAX: Final = TAIL_BYTES_MAX + (1 << 20)
+FRESH_BYTES_MAX: Final = 4 * TAIL_BYTES_MAX
+"""So many of those that are not known to be committed: a leader that was started again commits them with its first."""
+
+RECORD_BYTES_MAX: Final = FRESH_BYTES_MAX + (1 << 20)
 _NAMES_BYTES_MAX: Final = 256
 
 
@@ -148,7 +151,7 @@ def answer(
     Args:
         record: of this run. has_payload: whether the bucket has the payload of a round's entry.
         tail_max: beyond so many entries, or TAIL_BYTES_MAX, the oldest committed ones go: a voter that lacks those
-            needs the other one. Others are not taken beyond ENTRIES_MAX and TAIL_BYTES_MAX.
+            needs the other one. Others are not taken beyond ENTRIES_MAX and FRESH_BYTES_MAX.
     """
     match message:
         case RequestVote():
@@ -233,7 +236,7 @@ def _append(
             lacking.append(entry)
         count, settled = entry.index - base.index - 1, max(record.commit_index, request.commit_index) - base.index
         fresh_bytes = len(encode_entry(entry)) + sum(sizes[max(0, settled) : count])
-        if count + 1 - settled > ENTRIES_MAX or fresh_bytes > TAIL_BYTES_MAX:
+        if count + 1 - settled > ENTRIES_MAX or fresh_bytes > FRESH_BYTES_MAX:
             break  # none of these can go to make room
         if not lacking:
             sizes[count:] = [len(encode_entry(entry))]

@@ -138,8 +138,9 @@ class DiskReplacement:
         self._ledger = ledger
         self._history = history
         self._rounds = rounds
-        # The order by which a region leaves that an open round still has.
+        # The order by which a region leaves that an open round still has, until when it waits at most.
         self._departure: EntryOrdered | None = None
+        self._departure_limit_ns: int | None = None
         self._rest_ns = REST_HEARTBEATS * heartbeat_ns
         self._named_at_ns: dict[str, int] = {}
         self.commit_index_before = 0
@@ -243,11 +244,13 @@ class DiskReplacement:
             return self._settings.carry_out(order.body, effects, now_ns=now_ns)
         fault, body = self.order_fault(order, liveness, now_ns=now_ns), order.body
         if not fault and isinstance(body, MembershipBody) and body.kind == MemberKind.FORMER:
-            self._departure = None if self._rounds.let_go(body.region) else order
+            fault = self._wait_for_rounds(order, body.region, now_ns)
             if self._departure is not None:
                 return []
-        elif self._departure is None:
-            self._rounds.let_go("")
+        if self._departure is None:
+            self._departure_limit_ns = None
+            if fault or not isinstance(body, MembershipBody) or body.kind != MemberKind.FORMER:
+                self._rounds.let_go("")
         effects.note("disk", f"an operator {_words(body)}{fault and f': refused, {fault}'}", is_alarm=True)
         if fault and isinstance(body, MembershipBody) and body.region == self._ledger.leader:
             return self._ledger.transfer_leadership("an operator changes its membership", now_ns=now_ns)
@@ -256,6 +259,16 @@ class DiskReplacement:
         wishes = self._ledger.propose(body, now_ns=now_ns)
         self._ordered_index = self._ledger.disks.known_index
         return wishes
+
+    def _wait_for_rounds(self, order: EntryOrdered, region: str, now_ns: int) -> str:
+        """Keep the order until no open round has the region; why it is given up, empty if it is not."""
+        if self._rounds.let_go(region):
+            return ""
+        self._departure_limit_ns = self._departure_limit_ns or now_ns + HOLD_NS
+        if now_ns < self._departure_limit_ns:
+            self._departure = order
+            return ""
+        return f"an open round has had {region} all the time: look at `status`, and order it again"
 
     def _eviction(self, liveness: Liveness, *, now_ns: int) -> DiskNamedBody | None:
         """The voter whose vote is to be taken, for nobody has heard of it for long; None when none is."""

@@ -8,7 +8,7 @@ from random import Random
 from types import ModuleType
 
 from diloco_node.core import region
-from diloco_node.core.ledger import account, log, replication, write_gate
+from diloco_node.core.ledger import account, log, replication, witness, write_gate
 from diloco_node.core.membership import absence
 from diloco_node.core.merge import stripes
 from diloco_node.core.recovery import compaction, digest_watch, fetches, upkeep, versions
@@ -17,7 +17,7 @@ LOW: tuple[tuple[str, int, tuple[ModuleType, ...]], ...] = (
     ("INCARNATIONS_KEPT", 3, (account,)),
     ("UNPACKED_ENTRIES", 3, (log,)),
     ("STAGED_ENTRIES_MAX", 3, (log, replication)),
-    ("BATCH_ENTRIES_MAX", 2, (replication,)),
+    ("BATCH_ENTRIES_MAX", 2, (replication, witness)),
     ("PENDING_MESSAGES_MAX", 6, (write_gate,)),
     ("ENTRIES_PER_EVENT", 1, (region,)),
     ("LEARNT_PER_CALL", 1, (upkeep,)),

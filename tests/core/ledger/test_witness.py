@@ -143,8 +143,10 @@ def test_a_tail_is_within_its_bytes_and_what_is_not_committed_is_not_taken_beyon
     trimmed = after(start, append_entries(LOG, 2, 5, term=2, commit=4))
     assert (trimmed.base.index, trimmed.entries) == (3, LOG[3:])
     request = append_entries(LOG, 2, 5, term=2)
+    assert after(start, request).entries == LOG[1:], "of these more are taken"
+    monkeypatch.setattr(witness, "FRESH_BYTES_MAX", witness.TAIL_BYTES_MAX)
     assert (reply_to(start, request).durable_index, after(start, request).entries) == (3, LOG[1:3])
-    monkeypatch.setattr(witness, "TAIL_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(witness, "FRESH_BYTES_MAX", 1 << 20)
     monkeypatch.setattr(witness, "ENTRIES_MAX", 3)
     assert (reply_to(start, request).durable_index, after(start, request).entries) == (4, LOG[1:4])
     assert after(start, append_entries(LOG, 2, 5, term=2, commit=3)).entries == LOG[1:], "as many are to come"
@@ -161,6 +163,22 @@ def test_a_tail_of_a_later_leader_is_taken_whatever_a_batch_of_it_ends_with() ->
             write_all(core, arrive(core, "w", message))
         assert core.entries == taken
         assert core.term == 4, "it is shown, and leads nobody"
+
+
+def test_no_batch_of_a_tail_commits_entries_that_another_batch_has_otherwise() -> None:
+    """The first batch agrees with the log here, which goes on with an entry of a leader before; the second does not."""
+    log, held = chain(*[1] * 64, *[2] * 6), chain(*[1] * 66)
+    tail = after(
+        EMPTY, append_entries(log, 1, 64, term=2), append_entries(log, 65, 70, term=2, commit=70), tail_max=200
+    )
+    assert tail.commit_index == 70
+    core = a_core(entries=held, term=2, voters=("a", "b"))
+    core.disks.begin(Roster({**core.disks.roster.memberships, "w": Membership(MemberKind.WITNESS, W)}), 0)
+    first, second = recorded(tail)
+    write_all(core, arrive(core, "w", first))
+    assert core.cluster_commit_index <= 64
+    write_all(core, arrive(core, "w", second))
+    assert (core.entries, core.cluster_commit_index) == (log, 70)
 
 
 class Doubting:
