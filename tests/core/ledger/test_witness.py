@@ -147,6 +147,7 @@ def test_a_tail_is_within_its_bytes_and_what_is_not_committed_is_not_taken_beyon
     monkeypatch.setattr(witness, "FRESH_BYTES_MAX", witness.TAIL_BYTES_MAX)
     assert (reply_to(start, request).durable_index, after(start, request).entries) == (3, LOG[1:3])
     monkeypatch.setattr(witness, "FRESH_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(witness, "TAIL_BYTES_MAX", 1 << 20)
     monkeypatch.setattr(witness, "ENTRIES_MAX", 3)
     assert (reply_to(start, request).durable_index, after(start, request).entries) == (4, LOG[1:4])
     assert after(start, append_entries(LOG, 2, 5, term=2, commit=3)).entries == LOG[1:], "as many are to come"
