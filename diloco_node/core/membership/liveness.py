@@ -176,7 +176,9 @@ class Liveness:
             if state.old_in_a_row < OLD_SEQUENCES_MAX:
                 return False
         state.old_in_a_row = 0
-        state.sequence, state.echo, state.sequence_at_ns = beat.sequence, beat.echo, now_ns
+        # A number that was not sent yet is one of this daemon's life before.
+        echo = beat.echo if beat.echo <= self.sequence else 0
+        state.sequence, state.echo, state.sequence_at_ns = beat.sequence, echo, now_ns
         state.hears = tuple(name for name in self._regions if name in beat.hears)
         state.applied_index, state.budget = beat.applied_index, beat.budget
         state.is_leaving = beat.leaving or (beat.learner is not None and beat.learner.leaving)
