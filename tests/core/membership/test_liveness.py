@@ -118,7 +118,7 @@ def test_echo_of_an_unknown_heartbeat_measures_nothing() -> None:
 
 def test_an_echo_of_this_daemons_life_before_is_none() -> None:
     """A region that had begun again took it for the answer to its question, and refused an honest leader."""
-    world = World()
+    world = Neighbourhood()
     world.liveness.heartbeat_arrived("b", replace(BEAT, echo=664), now_ns=10_000)
     assert world.liveness.echo("b") == 0
 
