@@ -196,7 +196,7 @@ class OptimizerParts:
     def _place_of_group(self, at: int, own_group: Json, groups: Sequence[Json], names: Sequence[str]) -> int | None:
         """Find the group of a checkpoint with most of the parameters of a group; None: it had none of them.
 
-        Groups may be in another order since, more or fewer. Parameters without a name are looked for by their place only.
+        Groups may be in another order since, more or fewer. Parameters without a name are looked for by place only.
         """
         own_names = {self._names[index] for index in own_group["params"]} - {""}
         if not own_names:
