@@ -62,7 +62,7 @@ class StateWatch:
             self._warn(f"{kind_of(optimizer)} has {text}")
             break
         for schedule, marks in self._marks:
-            if any(mark is not now and mark != now for mark, now in zip(marks, _marks(schedule), strict=True)):
+            if any(mark is not now for mark, now in zip(marks, _marks(schedule), strict=True)):
                 self._marks = []
                 self._warn(
                     f"{type(schedule).__name__} has another state than after attach(), as load_state_dict() gives it: "
