@@ -396,7 +396,7 @@ def print_report(report: dict[str, Any]) -> None:
             f"{region['inner_steps']}",
             f"{region['tokens']:,}",
             *(_loss(region[key]) for key in ("loss_first", "loss_last", "val_loss")),
-            f"{region['participation']:.1%}",
+            "-" if region["participation"] is None else f"{region['participation']:.1%}",  # of no round
             *(human_bytes(region[f"wire_bytes_{way}"]) for way in ("out", "in")),
         )
         for region in report["regions"]
