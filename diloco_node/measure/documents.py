@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from diloco_node.measure.requester import FlowMeasured
@@ -11,13 +10,6 @@ from diloco_node.numeric import NS_PER_S
 from diloco_node.wire.measure_messages import LinkMeasured
 
 Pair = tuple[str, str]
-
-OnPartial = Callable[[dict[str, Any]], None]
-"""Takes a document as it would be if the measurement ended here: shown when it is cut short."""
-
-
-def forget(_: dict[str, Any]) -> None:
-    """A `OnPartial` for those who want the end only."""
 
 
 def latency_document(load: str, latency: Latency) -> dict[str, Any]:

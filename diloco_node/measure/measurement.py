@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from diloco_node.errors import ConfigError, DilocoError
-from diloco_node.measure.documents import OnPartial, flow_document, forget, latency_document, pair_document
+from diloco_node.measure.documents import flow_document, latency_document, pair_document
 from diloco_node.measure.measuring import Linked, Measuring
 from diloco_node.measure.requester import FlowRequest, new_measurement
 from diloco_node.numeric import NS_PER_S
@@ -112,18 +112,11 @@ class MeasureCommand:
         self._limits = limits
         self._is_running = False
 
-    async def run(
-        self, document: Mapping[str, Any], on_progress: OnProgress, on_partial: OnPartial = forget
-    ) -> Mapping[str, Any]:
-        """Measure.
+    async def run(self, document: Mapping[str, Any], on_progress: OnProgress) -> Mapping[str, Any]:
+        """Measure. document: see `parse_request`. on_progress: called with what goes on, for people.
 
-        Args:
-            document: see `parse_request`. on_progress: called with what goes on, for people.
-            on_partial: called with the document so far.
-
-        Raises:
-            ConfigError: it can't be asked for. PeersUnreachable: there is no link. DilocoError: another one runs, or it
-                failed.
+        Raises ConfigError: it can't be asked for. PeersUnreachable: there is no link. DilocoError: another one runs, or
+        it failed.
         """
         is_daemon = self._limits is not None
         request = parse_request(document, region=self._region, peers=self.peers, is_daemon=is_daemon)
@@ -133,30 +126,25 @@ class MeasureCommand:
         through = {"through": "daemon"} if is_daemon else {}
         measure = {"latency": self._latency, "bandwidth": self._bandwidth, "mesh": self._mesh}[request.what]
         try:
-            return {**await measure(request, on_progress, lambda so_far: on_partial({**so_far, **through})), **through}
+            return {**await measure(request, on_progress), **through}
         finally:
             self._is_running = False
 
-    async def _latency(self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
+    async def _latency(self, request: MeasureRequest, on_progress: OnProgress) -> dict[str, Any]:
         peer, seconds = request.peer, request.span_ns / NS_PER_S
         on_progress(f"round trips to {peer}")
         async with self._linked((peer,)) as measuring:
             about = {"from": self._region, "to": peer, "address": measuring.address(peer), "seconds": seconds}
             rows = [latency_document("none", await measuring.latency(peer, seconds))]
-            on_partial({**about, "rows": list(rows)})
             for load in ("out", "in") if request.load else ():
                 on_progress(f"round trips to {peer}, load {load}")
                 span_ns = min(request.span_ns + LOADED_MORE_NS, msg.SPAN_NS_MAX)
                 times, _ = await measuring.times(peer, span_ns, request.warm_ns)
                 flow = FlowRequest(peer, load == "out", times, request.bytes_max)
                 rows.append(latency_document(load, await measuring.loaded_latency(flow, seconds)))
-                on_partial({**about, "rows": list(rows)})
         return {**about, "rows": rows}
 
-    async def _bandwidth(
-        self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial
-    ) -> dict[str, Any]:
-        del on_partial  # there is one flow, and half of it is nothing
+    async def _bandwidth(self, request: MeasureRequest, on_progress: OnProgress) -> dict[str, Any]:
         peer = request.peer
         on_progress(f"round trips to {peer}")
         source, target = (peer, self._region) if request.reverse else (self._region, peer)
@@ -180,7 +168,7 @@ class MeasureCommand:
         limit, limited_by = (None, "") if request.reverse else self._limits(peer)
         return {**about, "limit_bytes_per_second": limit, "limited_by": limited_by}
 
-    async def _mesh(self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
+    async def _mesh(self, request: MeasureRequest, on_progress: OnProgress) -> dict[str, Any]:
         names = sorted((self._region, *self.peers))
         pairs = [(source, target) for source in names for target in names if source != target]
         seconds = request.span_ns / NS_PER_S
@@ -193,7 +181,6 @@ class MeasureCommand:
                     mesh["pairs"].append(pair_document((source, target), link))
                 except DilocoError as error:
                     mesh["failures"].append({"from": source, "to": target, "error": str(error)})
-                on_partial(mesh)
         return mesh
 
     async def _pair(self, measuring: Measuring, request: MeasureRequest, source: str, target: str) -> msg.LinkMeasured:
