@@ -30,8 +30,7 @@ def replace_file(
         is_durable: sync the file before, and its folder after the rename, so that a power cut leaves old or new.
         mode: of the new file, less what the umask takes.
 
-    Raises:
-        OSError: the disk refused; the old file, if any, is untouched.
+    Raises OSError: the disk refused; the old file, if any, is untouched.
     """
     temporary = path.with_name(f"{path.name}.{next(_unique)}{TMP_SUFFIX}")
     try:

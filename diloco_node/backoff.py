@@ -14,8 +14,7 @@ class Backoff:
     def next_s(self, *, at_least_s: float = 0.0) -> float:
         """Return the wait before the next attempt, and double the one after it.
 
-        Args:
-            at_least_s: a floor for this wait, such as after an offence; the next ones double from there.
+        at_least_s: a floor for this wait, such as after an offence; the next ones double from there.
         """
         wait_s = max(self._next_s, at_least_s)
         self._next_s = min(2 * wait_s, self.max_s)

@@ -22,11 +22,9 @@ add_examples(app)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
-    Args:
-        arguments: without the program's name; None: those of the process.
+    arguments: without the program's name; None: those of the process.
 
-    Returns:
-        The exit code.
+    Returns: The exit code.
     """
     return run(app, arguments)
 

@@ -109,11 +109,9 @@ class MemoryStore:
 
     Use as a context manager. The areas live until `close`. A single thread serves; requests are tiny.
 
-    Args:
-        path: where the socket is bound; a stale socket file there is replaced.
+    path: where the socket is bound; a stale socket file there is replaced.
 
-    Raises:
-        BindError: the path can't be bound.
+    Raises BindError: the path can't be bound.
     """
 
     def __init__(self, path: Path) -> None:
@@ -220,14 +218,10 @@ def _create(name: str, size_bytes: int) -> int:
 def request_area(path: Path, name: str, size_bytes: int) -> mmap.mmap:
     """Map the area of this name and size, shared with every other process that maps it.
 
-    Args:
-        path: the store's socket. name: lower-case letters, digits, - and _. size_bytes: exact.
+    path: the store's socket. name: lower-case letters, digits, - and _. size_bytes: exact.
 
-    Returns:
-        A shared, writable mapping; zero bytes if the area is new. The caller closes it.
-
-    Raises:
-        LearnerError: the store does not answer, or refuses.
+    Returns: A shared, writable mapping; zero bytes if the area is new. The caller closes it. Raises LearnerError: the
+    store does not answer, or refuses.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as connection:
         connection.settimeout(REQUEST_TIMEOUT_S)

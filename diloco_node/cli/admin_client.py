@@ -30,8 +30,7 @@ ANSWER_BYTES_MAX: Final = 16 * 2**20
 class Target:
     """A region whose admin port is asked.
 
-    Attributes:
-        name: the region's, until it answers with its own. folder: its state folder; None: only the port is known.
+    name: the region's, until it answers with its own. folder: its state folder; None: only the port is known.
     """
 
     name: str
@@ -133,8 +132,7 @@ def post(
 ) -> Iterator[http.client.HTTPResponse]:
     """POST a JSON object to the daemon with this state folder, and yield its answer to be read.
 
-    Args:
-        path: below /api/v1/. timeout_s: of each wait for the daemon; None: TIMEOUT_S.
+    path: below /api/v1/. timeout_s: of each wait for the daemon; None: TIMEOUT_S.
 
     Raises OSError, HTTPException: it does not answer, or its token can't be read.
     """
@@ -149,8 +147,7 @@ def post(
 def order(folder: Path, path: str, document: Mapping[str, Any]) -> dict[str, Any]:
     """Give an order to the daemon with this state folder, and return its answer.
 
-    Args:
-        path: below /api/v1/.
+    path: below /api/v1/.
 
     Raises ConfigError: it refuses. PeersUnreachable: it does not answer.
     """

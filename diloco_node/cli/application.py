@@ -117,8 +117,7 @@ def operator_app() -> typer.Typer:
 def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
     """Run one command of an application.
 
-    Args:
-        app: as `operator_app` builds it. arguments: without the program's name; None: those of the process.
+    app: as `operator_app` builds it. arguments: without the program's name; None: those of the process.
 
     Returns: the exit code.
     """

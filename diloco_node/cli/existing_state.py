@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str, list[str]]:
     """Compare run.toml with the run that has begun here, if one has.
 
-    Args:
-        node_file: name of the file in the region's folder that holds what it was started with last.
+    node_file: name of the file in the region's folder that holds what it was started with last.
 
     Returns: a line when the run is finished here, and not to go on, else ""; a line for each change with this start.
-
     Raises ConfigError: the folder is of another run, or a setting differs that can't change in a run. No run has begun,
     and the earlier version that it is to begin with can't be had.
     """

@@ -17,8 +17,7 @@ PLAIN_SIGNS: Final = {Mark.FAILED: "xx", Mark.WARNING: "!!", Mark.INFO: "i", Mar
 def finding_lines(finding: Finding, width: int | None = None, *, page: str = "") -> list[str]:
     """Show a finding in a line, and what helps in another one.
 
-    Args:
-        width: of the output in characters; None: no line is wrapped. page: has a section for each code.
+    width: of the output in characters; None: no line is wrapped. page: has a section for each code.
     """
     basis = f" ({finding.basis})" if finding.basis else ""
     lines = wrap_text(f"{_signs()[finding.mark]} {finding.code}: {finding.named_text}{basis}", width)

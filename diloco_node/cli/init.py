@@ -113,8 +113,8 @@ def _answer(flag: str | None, question: str, default: str | None, is_silent: boo
 def parse_regions(text: str) -> dict[str, str | None]:
     """`us-east=203.0.113.10:7400,eu-west`, in that order.
 
-    Raises:
-        ConfigError: no region, one of them twice, or no name for one; addresses are checked with the whole of run.toml.
+    Raises ConfigError: no region, one of them twice, or no name for one; addresses are checked with the whole of
+    run.toml.
     """
     from diloco_node.core.shapes import REGION_NAMES, is_region_name
 

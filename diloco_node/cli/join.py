@@ -72,12 +72,10 @@ def join_run(
     Where an earlier call has written it, only the number of changes is asked again, and only by an empty state folder:
     the region may have been removed and added again since.
 
-    Args:
-        region: this one. address: of any member, "host:port". flags, assignments: as for `load`; they are written, too.
+    region: this one. address: of any member, "host:port". flags, assignments: as for `load`; they are written, too.
 
-    Raises:
-        ConfigError: what stands in the way here. IdentityError: the certificate. PeersUnreachable: no member of the run
-            is there.
+    Raises ConfigError: what stands in the way here. IdentityError: the certificate. PeersUnreachable: no member of the
+    run is there.
     """
     from diloco_node.config.field_types import host_port_of
     from diloco_node.daemon.run_record import read_run_record

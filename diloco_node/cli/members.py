@@ -229,9 +229,8 @@ def change_members(
         address: of a region that is added, as there; None: it must be a member already.
         is_forced: also where the next failure would stop merging then.
 
-    Returns: the voters after the change, which is made when a majority agrees.
-
-    Raises DilocoError: the region does not answer, or refuses; or the key or the member is not there.
+    Returns: the voters after the change, which is made when a majority agrees. Raises DilocoError: the region does not
+    answer, or refuses; or the key or the member is not there.
     """
     from diloco_node.core.ledger.roster import Membership, Roster
     from diloco_node.core.member_kind import MemberKind, MembershipBody

@@ -57,8 +57,7 @@ def load(
 def parse_option(flag: str, text: str, parse: Callable[[str], T]) -> T:
     """Parse the value of a flag.
 
-    Args:
-        flag: as written. parse: raises ValueError with the reason.
+    flag: as written. parse: raises ValueError with the reason.
 
     Raises ConfigError: it has another form.
     """

@@ -155,8 +155,7 @@ def check_data(config: NodeConfig) -> None:
 def check_model(config: NodeConfig) -> None:
     """Refuse a model of Hugging Face that its recipe can't train. The recipe says so itself, in a process of its own.
 
-    Raises:
-        ConfigError: the folder is not there, a library is not installed, or `hf_args` has an unknown or wrong value.
+    Raises ConfigError: the folder is not there, a library is not installed, or `hf_args` has an unknown or wrong value.
     """
     name = config.model.hf
     if name is None:
@@ -213,10 +212,8 @@ def check_command(command: Sequence[str]) -> None:
 def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None:
     """Refuse in one line what would stop the daemon at once.
 
-    Raises:
-        ConfigError: the command or the first parameters are not there.
-        IdentityError: certificate or key is wrong.
-        BindError: a port is taken.
+    Raises ConfigError: the command or the first parameters are not there. IdentityError: certificate or key is wrong.
+    BindError: a port is taken.
     """
     check_command(command)
     check_init(config)
@@ -233,8 +230,7 @@ def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None
 def check_port(host: str, port: int, setting: str) -> None:
     """Bind, let go. Without SO_REUSEPORT, so that it fails also where gRPC would share the port with another process.
 
-    Raises:
-        BindError: it is taken, or the address is not this machine's.
+    Raises BindError: it is taken, or the address is not this machine's.
     """
     if port == 0:
         return
@@ -264,8 +260,7 @@ def warnings(config: NodeConfig) -> list[str]:
 def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> SupervisorSpec:
     """Write what daemon and trainer read into the region's folder; what to supervise.
 
-    Raises:
-        StorageError: the folder can't be written.
+    Raises StorageError: the folder can't be written.
     """
     from diloco_node.storage.durable import make_folder
     from diloco_node.supervisor.supervisor_spec import SupervisorSpec

@@ -19,8 +19,7 @@ ALERTS_MAX: Final = 8
 def status_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
     """Lay out everything as lines.
 
-    Args:
-        documents: as `admin_client.ask` returns them. width: of the output in characters; None: no line is wrapped.
+    documents: as `admin_client.ask` returns them. width: of the output in characters; None: no line is wrapped.
     """
     table, seen_from = table_rows(documents)
     summary = (text(joint_health(documents), "line"), run_line(documents), held_out_line(documents))

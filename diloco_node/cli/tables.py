@@ -115,8 +115,7 @@ def since(member: Mapping[str, Any]) -> str:
 def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
     """Lay out a table of regions as lines, with the reason to wait indented below each row.
 
-    Args:
-        rows: a cell for each of COLUMNS. width: of the output in characters; None: no line is wrapped or shortened.
+    rows: a cell for each of COLUMNS. width: of the output in characters; None: no line is wrapped or shortened.
 
     Returns: the heading, then the rows. Columns that don't fit are left out, see LEFT_OUT.
     """
@@ -144,8 +143,7 @@ def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
 def wrap_text(text: str, width: int | None, *, first: str = "") -> list[str]:
     """Wrap a paragraph to lines of at most `width` characters, or of a longer word; all but the first one indented.
 
-    Args:
-        text: no line comes back where it is empty. width: None: one line, however long. first: indents the first line.
+    text: no line comes back where it is empty. width: None: one line, however long. first: indents the first line.
     """
     paragraph = " ".join(text.split())
     if width is None:

@@ -73,8 +73,7 @@ def compiler(*signatures: tuple[Any, ...], is_cached: bool = False) -> Callable[
     can't allocate: scratch memory comes from the caller. (inline="always" would give another fifth, and takes 14
     instead of 8 CPU-seconds to compile.)
 
-    Args:
-        signatures: what a loop takes; compiled at once and for nothing else. None: for what it is called with.
+    signatures: what a loop takes; compiled at once and for nothing else. None: for what it is called with.
     """
     options = {"nogil": True, "fastmath": False, "boundscheck": False, "_nrt": False, "cache": is_cached}
     return cast(Callable[[F], F], _njit(list(signatures) or None, **options))

@@ -16,8 +16,7 @@ WINDOWS_MAX: Final = 96
 class TimeWindow:
     """Other ceilings from one minute of the day to another, through midnight if `start` is later than `end`.
 
-    Attributes:
-        start_minute, end_minute: 0 to 1439, the end not included. limits: None leaves what holds all day.
+    start_minute, end_minute: 0 to 1439, the end not included. limits: None leaves what holds all day.
     """
 
     start_minute: int

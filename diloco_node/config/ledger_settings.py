@@ -47,11 +47,9 @@ class _RunFile(BaseModel):
 def changed_settings(settings: RunSettings, assignments: Sequence[str]) -> SettingsBody:
     """The settings of a run after an operator's words.
 
-    Args:
-        settings: that are in force. assignments: "rounds.sync_every=32" each.
+    settings: that are in force. assignments: "rounds.sync_every=32" each.
 
-    Raises:
-        ConfigError: one can't be set in a run, with the reason and the way; or it has a value that can't be.
+    Raises ConfigError: one can't be set in a run, with the reason and the way; or it has a value that can't be.
     """
     values = section_values(SettingsBody.of(settings))
     texts: dict[str, str] = {}

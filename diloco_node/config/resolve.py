@@ -195,8 +195,7 @@ def _digest(values: Mapping[str, Any]) -> str:
 def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
     """Flags beat environment, environment beats file, file beats defaults.
 
-    Args:
-        path: run.toml; None: `run.toml` in the current folder. flags: from the command line.
+    path: run.toml; None: `run.toml` in the current folder. flags: from the command line.
 
     Raises ConfigError: naming the setting, its origin, the bad value, and what would work.
     """

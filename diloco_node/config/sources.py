@@ -38,8 +38,7 @@ Key = tuple[str, ...]
 class Flag:
     """A setting from the command line.
 
-    Attributes:
-        key: dotted, such as "run.steps". value: raw. flag: as the user wrote it, for messages.
+    key: dotted, such as "run.steps". value: raw. flag: as the user wrote it, for messages.
     """
 
     key: str

@@ -16,8 +16,7 @@ from diloco_node.health.finding import Mark
 class AlertKind:
     """A kind of alert.
 
-    Attributes:
-        meaning: one sentence, the same for every case. hint: the remedy. command: to copy; empty if there is none.
+    meaning: one sentence, the same for every case. hint: the remedy. command: to copy; empty if there is none.
     """
 
     code: str

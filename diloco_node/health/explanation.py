@@ -74,8 +74,7 @@ class Explanation:
 def explain(documents: Sequence[Document], regions: Sequence[str] = ()) -> Explanation:
     """Find the causes of slow or missing merges.
 
-    Args:
-        documents: of the regions that answer. regions: leave out findings about other regions only; empty: none.
+    documents: of the regions that answer. regions: leave out findings about other regions only; empty: none.
     """
     documents = [document for document in documents if text(document, "state")]
     path = critical_path(documents)

@@ -16,8 +16,7 @@ class SlidingRate:
     A counter that grows in steps, of whatever length, has a steady rate; one that stands still loses it within the
     window.
 
-    Args:
-        window_s: length of the window. Samples closer than a 256th of it are left out, so that memory is bounded.
+    window_s: length of the window. Samples closer than a 256th of it are left out, so that memory is bounded.
     """
 
     def __init__(self, window_s: float) -> None:

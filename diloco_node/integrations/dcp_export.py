@@ -16,8 +16,7 @@ from diloco_node.numeric import F32
 def save_dcp(folder: Path, tensors: Mapping[str, F32], *, dtype: str) -> SavedModel:
     """Write the tensors under their names, without a process group.
 
-    Args:
-        folder: empty. tensors: merged ones, by `model.named_parameters()`. dtype: such as "bfloat16".
+    folder: empty. tensors: merged ones, by `model.named_parameters()`. dtype: such as "bfloat16".
     """
     kind: torch.dtype = getattr(torch, dtype)
     values = {name: torch.from_numpy(value).to(kind) for name, value in tensors.items()}

@@ -161,8 +161,7 @@ def _is_own(row: dict[str, Any], *, flags: torch.Tensor, rank: int, ranks: int) 
 class Blocks:
     """The blocks of one rank of this region, epoch after epoch, and those that are held out.
 
-    Args:
-        rank, ranks: of this process in its region.
+    rank, ranks: of this process in its region.
     """
 
     def __init__(self, settings: Settings, tokenizer: Any, *, rank: int, ranks: int) -> None:

@@ -58,8 +58,7 @@ class _RankOfRegion:
     def settle(self) -> tuple[int, int]:
         """Rank and ranks, from the first row on.
 
-        Raises:
-            LearnerError: there are several, and no process group yet: each would train the rows of all.
+        Raises LearnerError: there are several, and no process group yet: each would train the rows of all.
         """
         if self._place is None:
             if int(os.environ.get("WORLD_SIZE") or 1) > 1 and not _has_group():
@@ -256,8 +255,7 @@ class ShardStream(IterableDataset[Any]):
     keeps by the new owners. One number, the next row of the stream, is the position in every shard. A further pass
     wants another object: `EndlessLoader(lambda epoch: StatefulDataLoader(ShardStream(rows(epoch)), batch_size=8))`.
 
-    Args:
-        rows: the stream, the same in all regions. rank, ranks: see `ShardSampler`.
+    rows: the stream, the same in all regions. rank, ranks: see `ShardSampler`.
     """
 
     def __init__(self, rows: Iterable[Any], *, rank: int | None = None, ranks: int | None = None) -> None:

@@ -63,8 +63,7 @@ async def measuring_end(
         listen: host and port to bind; port 0 takes a free one.
         dial: see `Measuring`. times: deadlines of links.
 
-    Raises:
-        BindError: the port can't be taken. IdentityError: TLS does not accept our certificate.
+    Raises BindError: the port can't be taken. IdentityError: TLS does not accept our certificate.
     """
     tasks: set[asyncio.Task[None]] = set()
 
@@ -113,8 +112,7 @@ async def measuring_end(
 class Dialer:
     """Makes links to `measure serve` of other regions, anew each time. It is called as `measuring.Linked` says.
 
-    Args:
-        identity: ours. addresses: `host:port` of the peers that can be dialed. times: deadlines of links.
+    identity: ours. addresses: `host:port` of the peers that can be dialed. times: deadlines of links.
     """
 
     def __init__(self, identity: Identity, addresses: Mapping[str, str], *, times: LinkTimes | None = None) -> None:

@@ -106,11 +106,7 @@ class ProbesExpected:
         self._left[measurement] = bytes_max
 
     def arrive(self, measurement: int, raw_bytes: int) -> None:
-        """Probes arrive.
-
-        Raises:
-            ProtocolViolation: nobody requested them, or they are more than what was agreed to.
-        """
+        """Probes arrive. Raises ProtocolViolation: nobody requested them, or they are more than what was agreed to."""
         left_bytes = self._left.get(measurement)
         if left_bytes is None:
             raise ProtocolViolation(f"a probe of {raw_bytes} bytes for a measurement that was not agreed to")

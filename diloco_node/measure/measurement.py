@@ -59,8 +59,7 @@ def parse_request(
             "reverse". region: ours. peers: names that there are.
         is_daemon: it is to be measured over the links of a running daemon.
 
-    Raises:
-        ConfigError: what is wrong with it.
+    Raises ConfigError: what is wrong with it.
     """
     unknown = sorted(document.keys() - KEYS)
     if unknown:

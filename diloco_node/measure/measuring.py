@@ -98,8 +98,7 @@ class Measuring:
     def control_arrived(self, peer: str, message: MeasureMessage) -> None:
         """Take a message of a peer.
 
-        Raises:
-            ProtocolViolation: it asks for more than the limits, twice the same, or answers more than was requested.
+        Raises ProtocolViolation: it asks for more than the limits, twice the same, or answers more than was requested.
         """
         match message:
             case msg.EchoRequest():
@@ -158,8 +157,7 @@ class Measuring:
     async def latency(self, peer: str, span_s: float) -> Latency:
         """Round trips through the control lane, one echo every 10 ms, whether or not the one before came back.
 
-        Raises:
-            PeersUnreachable: there is no link. LinkLost: none came back. PeerError: another measurement runs here.
+        Raises PeersUnreachable: there is no link. LinkLost: none came back. PeerError: another measurement runs here.
         """
         with self.exclusive(f"latency to {peer}"):
             self._check_link(peer)
@@ -187,8 +185,7 @@ class Measuring:
     async def flow(self, request: FlowRequest) -> FlowMeasured:
         """Fill the measurement lane one way, and count at the far end.
 
-        Raises:
-            PeersUnreachable: there is no link. PeerError: it failed, or here or there another measurement runs.
+        Raises PeersUnreachable: there is no link. PeerError: it failed, or here or there another measurement runs.
         """
         with self.exclusive(f"bandwidth {'to' if request.is_sending else 'from'} {request.peer}"):
             self._check_link(request.peer)
@@ -202,8 +199,7 @@ class Measuring:
     async def link(self, peer: str, request: msg.LinkTestRequested, *, is_sending: bool = True) -> msg.LinkMeasured:
         """Measure one way between here and a peer: round trips, and a flow.
 
-        Args:
-            request: its times; the region in it does not matter. is_sending: the flow goes from here to the peer.
+        request: its times; the region in it does not matter. is_sending: the flow goes from here to the peer.
 
         Raises: as `flow`.
         """

@@ -122,8 +122,7 @@ class ProbeSender:
     async def run(self) -> MeasurementSent:
         """Send; returns what was counted after the warm-up.
 
-        Raises:
-            LinkLost: the link went down, or nobody said that it is enough.
+        Raises LinkLost: the link went down, or nobody said that it is enough.
         """
         tasks = [asyncio.create_task(self._fill(), name=f"probes {self._peer}") for _ in range(TRANSFERS_QUEUED)]
         stop = asyncio.create_task(self._stop.wait())
@@ -189,8 +188,7 @@ class ProbeSender:
 class ProbeReceiver:
     """Counts the probes of one measurement as they arrive. `run` once.
 
-    Args:
-        request: how much, how long. now_ns: monotonic.
+    request: how much, how long. now_ns: monotonic.
     """
 
     def __init__(self, request: MeasurementRequested, *, now_ns: Callable[[], int]) -> None:
@@ -238,11 +236,7 @@ class ProbeReceiver:
         return self._marks[0][0] + self._request.warm_up_ns + self._request.span_ns
 
     async def run(self) -> MeasurementReceived:
-        """Wait for enough.
-
-        Raises:
-            LinkLost: nothing arrived.
-        """
+        """Wait for enough. Raises LinkLost: nothing arrived."""
         if not await _is_set_within(self._begun, START_S):
             raise LinkLost(f"nothing arrived in {START_S:.0f} s: rounds and recovery go before a measurement")
         cpu = [self._cpu_now()]
@@ -289,8 +283,7 @@ async def _is_set_within(event: asyncio.Event, limit_s: float) -> bool:
 class ProbeReceivers:
     """The receivers that are here: brings what arrives to the one that it is for, and refuses what nobody agreed to.
 
-    Args:
-        peers: their names. now_ns: monotonic.
+    peers: their names. now_ns: monotonic.
     """
 
     def __init__(self, peers: tuple[str, ...], *, now_ns: Callable[[], int]) -> None:

@@ -59,8 +59,7 @@ class FlowMeasured:
 class MeasurementRequester:
     """The exchanges with peers that were requested to measure.
 
-    Args:
-        transport: the links. receivers: those that are here. executor: makes what is sent.
+    transport: the links. receivers: those that are here. executor: makes what is sent.
     """
 
     def __init__(self, transport: GrpcTransport, receivers: ProbeReceivers, executor: Executor) -> None:

@@ -27,8 +27,7 @@ RemoteLink = Callable[[msg.LinkTestRequested], Awaitable[tuple[msg.LinkMeasured,
 class _Serving:
     """A peer's request, while it is carried out.
 
-    Attributes:
-        used_bytes: that flowed. is_admitted: the gate has not been told of its end yet.
+    used_bytes: that flowed. is_admitted: the gate has not been told of its end yet.
     """
 
     used_bytes: int = 0

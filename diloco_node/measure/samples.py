@@ -23,8 +23,7 @@ Mark = tuple[int, int]
 def percentile(values: Sequence[int], per_cent: int) -> int:
     """The nearest-rank percentile: the smallest value that at least `per_cent` of all do not exceed.
 
-    Args:
-        values: at least one, in any order. per_cent: 1 to 100; of an odd number of values 50 is the median.
+    values: at least one, in any order. per_cent: 1 to 100; of an odd number of values 50 is the median.
     """
     rank = -(-len(values) * per_cent // 100)
     return sorted(values)[rank - 1]
@@ -36,8 +35,7 @@ def jitter_ns(rtts_ns: Sequence[int]) -> int:
     The difference of two neighbouring round trips stands for the difference of transit times; it enters with a
     sixteenth. 0 for fewer than two samples.
 
-    Args:
-        rtts_ns: in the order in which the probes were sent.
+    rtts_ns: in the order in which the probes were sent.
     """
     estimate = 0
     for before, now in pairwise(rtts_ns):
@@ -68,11 +66,7 @@ class Latency:
 
 
 def summarise_rtts(rtts_ns: Sequence[int], *, lost_count: int) -> Latency:
-    """Summarise round trips.
-
-    Args:
-        rtts_ns: of those answered, in the order they were sent; at least one.
-    """
+    """Summarise round trips. rtts_ns: of those answered, in the order they were sent; at least one."""
     return Latency(
         answered=len(rtts_ns),
         unanswered=lost_count,
@@ -110,8 +104,7 @@ def goodput(marks: Sequence[Mark], *, start_ns: int, span_ns: int) -> Goodput:
     Bytes come in chunks, on a slow link with long pauses between them; those of a chunk are taken to have arrived
     evenly since the mark before it. So neither windows nor edges see the grain of the chunks.
 
-    Args:
-        marks: times not falling, bytes counted from the start. span_ns: positive.
+    marks: times not falling, bytes counted from the start. span_ns: positive.
     """
     window_ns = window_length_ns(span_ns)
     edges = list(range(start_ns, start_ns + span_ns - window_ns + 1, window_ns))

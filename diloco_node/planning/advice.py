@@ -244,8 +244,7 @@ def budget_warning(
             are taken to have the same.
         overhead: as learnt from the kernel's counters, a part of the payload.
 
-    Returns:
-        The line has what is needed, what there is, what happens, and each single change that would fit.
+    Returns: The line has what is needed, what there is, what happens, and each single change that would fit.
     """
     if step_time_ns <= 0 or not fragments or len(regions) < 2:
         return ""

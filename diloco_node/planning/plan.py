@@ -53,12 +53,7 @@ GPU_ROOMS: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class FragmentSize:
-    """A fragment.
-
-    Attributes:
-        values: float32 values in it.
-        encoded: payload bytes of all of it, with scales, in each codec.
-    """
+    """A fragment. values: float32 values in it. encoded: payload bytes of all of it, with scales, in each codec."""
 
     values: int
     encoded: Mapping[Codec, int]
@@ -75,8 +70,7 @@ class Workload:
         step_time_ns: compute of one inner step.
         overhead: wire bytes that come on top of each payload byte.
 
-    Raises:
-        ValueError: no fragments, no or repeated regions, or a step time that is not positive.
+    Raises ValueError: no fragments, no or repeated regions, or a step time that is not positive.
     """
 
     fragments: tuple[FragmentSize, ...]
@@ -267,11 +261,7 @@ class CycleNeed:
 
 
 def cycle_need(workload: Workload, network: Network, flows: Sequence[Flow]) -> CycleNeed:
-    """Return what a cycle takes at least; it does not depend on H.
-
-    Args:
-        flows: `list_flows` of the same two.
-    """
+    """Return what a cycle takes at least; it does not depend on H. flows: `list_flows` of the same two."""
     limited_flows = [flow for flow in flows if flow.limit_bytes_per_s is not None]
     busiest = max(limited_flows, key=lambda flow: flow.duration_ns(flow.cycle), default=None)
     up_ns = max((flow.duration_ns(flow.cycle_up) for flow in limited_flows), default=0)
@@ -356,10 +346,7 @@ def storage(workload: Workload) -> Storage:
 class Plan:
     """All that can be said about a workload on a network.
 
-    Attributes:
-        flows: of every region and link.
-        need: the shortest cycle.
-        storage: of one region.
+    flows: of every region and link. need: the shortest cycle. storage: of one region.
     """
 
     workload: Workload

@@ -16,12 +16,9 @@ def fragment_sizes(manifest: Manifest) -> tuple[FragmentSize, ...]:
 def even_sizes(values: int, fragments: int) -> tuple[FragmentSize, ...]:
     """A model of which only the size is known, cut into equal fragments of one piece each.
 
-    Args:
-        values: parameters, at least one per fragment.
-        fragments: P.
+    values: parameters, at least one per fragment. fragments: P.
 
-    Raises:
-        ValueError: fewer values than fragments, or no fragment.
+    Raises ValueError: fewer values than fragments, or no fragment.
     """
     if not 1 <= fragments <= values:
         raise ValueError(f"{values} values can't be cut into {fragments} fragments")

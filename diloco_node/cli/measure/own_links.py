@@ -34,8 +34,8 @@ class Here:
     def find(cls, config: Path | None, region: str | None) -> Here:
         """From flags, run.toml, and the keys that lie here.
 
-        Raises:
-            ConfigError: there are several keys and none was chosen. IdentityError: the certificate is wrong or missing.
+        Raises ConfigError: there are several keys and none was chosen. IdentityError: the certificate is wrong or
+        missing.
         """
         from diloco_node.cli.options import load
         from diloco_node.transport.certificates import load_identity
@@ -90,8 +90,7 @@ def own_folder(certs: Path, region: str | None) -> Path:
 async def serve(here: Here, on_listening: Callable[[dict[str, Any]], None]) -> None:
     """Answer measurements until SIGINT or SIGTERM.
 
-    Args:
-        on_listening: called with where we listen.
+    on_listening: called with where we listen.
 
     Raises BindError: the port is taken.
     """

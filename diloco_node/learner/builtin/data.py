@@ -52,8 +52,7 @@ class Corpus:
     def held_out_windows(self, count: int, context: int) -> Windows:
         """Evenly spaced windows of held-out text, the same for everybody: shape (count, context + 1).
 
-        Raises:
-            ConfigError: there is less than one window of it.
+        Raises ConfigError: there is less than one window of it.
         """
         last = len(self.held_out) - (context + 1)
         if last < 0:
@@ -72,12 +71,9 @@ def load_corpus(paths: Sequence[str | Path] = (), *, bytes_max: int = 0) -> Corp
     of installed packages are left out. About 5 % of the files, chosen by a hash of their relative path, are held out.
     Where that would leave either side without so much (SIDE_BYTES_MIN), the last 5 % of everything is.
 
-    Args:
-        paths: files and folders.
-        bytes_max: stop reading after so many bytes of text; 0: at the end.
+    paths: files and folders. bytes_max: stop reading after so many bytes of text; 0: at the end.
 
-    Raises:
-        ConfigError: a path does not exist, or there is too little or too much text.
+    Raises ConfigError: a path does not exist, or there is too little or too much text.
     """
     contents: tuple[list[bytes], list[bytes]] = ([], [])
     total = skip_count = 0

@@ -58,8 +58,7 @@ def token_logits(
         tokens: shape (B, T), or (R, B, T) with replicas; int64, below 256; T at most `context`.
         rotary: `rotary_tables(settings)`, on the device of the parameters.
 
-    Returns:
-        Shape (B, T, 256) or (R, B, T, 256); the prediction at t is for the token at t + 1.
+    Returns: Shape (B, T, 256) or (R, B, T, 256); the prediction at t is for the token at t + 1.
     """
     *lead, batch, length = tokens.shape
     stream = _embed(parameters["model.embed_tokens.weight"], tokens)
@@ -124,9 +123,7 @@ def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotary position embedding in Hugging Face's convention: the two halves of a head are the pairs.
 
-    Args:
-        x: shape (..., T, 2, heads, size): queries and keys.
-        cosine, sine: shape (T, size).
+    x: shape (..., T, 2, heads, size): queries and keys. cosine, sine: shape (T, size).
     """
     size = x.shape[-1]
     # (first, second) -> (-second, first) as a product with a constant: slicing and joining 8 values at a time is slow.

@@ -25,8 +25,7 @@ _SECOND: Final = np.uint64(0x94D0_49BB_1331_11EB)
 def mix(values: U64) -> U64:
     """Each value hashed to 64 bits that look drawn; a bijection.
 
-    Args:
-        values: any shape but (): numpy warns when a scalar wraps around.
+    values: any shape but (): numpy warns when a scalar wraps around.
 
     Source: the output function of SplitMix64 (Steele, Lea, Flood 2014).
     """
@@ -44,8 +43,7 @@ def permute(places: NDArray[np.int64], size: int, keys: U64) -> NDArray[np.int64
         size: at least 1.
         keys: shape (k,), or (1,) for all: each key is a permutation of its own.
 
-    Returns:
-        Shape (k,), int64. For one key, different places give different values.
+    Returns: Shape (k,), int64. For one key, different places give different values.
     """
     bits = max(2, (size - 1).bit_length())
     low = np.uint64(bits // 2)

@@ -16,11 +16,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class TrainerRank:
-    """This process among the ranks of its region.
-
-    Attributes:
-        rank: 0 <= rank < ranks. device: of its model.
-    """
+    """This process among the ranks of its region. rank: 0 <= rank < ranks. device: of its model."""
 
     rank: int
     ranks: int
@@ -64,8 +60,7 @@ def on_ranks(
         model: the same on all ranks; FSDP2 leaves each its part of it. loss: of windows, by the model.
         shard: "fsdp", "ddp" or "none", which on several ranks is DistributedDataParallel too.
 
-    Returns:
-        The loss to train with.
+    Returns: The loss to train with.
     """
     if place.ranks == 1:
         return loss

@@ -22,11 +22,7 @@ _SKIPPED_FOLDERS: Final = frozenset({"__pycache__", "site-packages", "dist-packa
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A file of a corpus.
-
-    Attributes:
-        name: the same wherever the folder lies. path: its place on this machine.
-    """
+    """A file of a corpus. name: the same wherever the folder lies. path: its place on this machine."""
 
     name: str
     path: Path
@@ -59,8 +55,7 @@ def standard_library() -> Path:
 def text_files(paths: Sequence[str | Path]) -> list[TextFile]:
     """List the files of a corpus, path after path, sorted by name inside each.
 
-    Raises:
-        ConfigError: a path does not exist, or a folder has too many files.
+    Raises ConfigError: a path does not exist, or a folder has too many files.
     """
     if not paths:
         root = standard_library()
@@ -83,8 +78,7 @@ def files_below(root: Path) -> list[str]:
 
     A restarted learner waits for it: folders left out are not entered.
 
-    Raises:
-        ConfigError: more than FILES_MAX files.
+    Raises ConfigError: more than FILES_MAX files.
     """
     names: list[str] = []
     folders = [""]

@@ -81,8 +81,7 @@ class TrainerSettings:
     def lr_at(self, step: int, progress: float | None = None) -> float:
         """Learning rate of inner step `step` of the run, counted from 1: warm-up, cosine, then the floor.
 
-        Args:
-            progress: of the run, 0 to 1; None: it does not say, and the cosine follows the step.
+        progress: of the run, 0 to 1; None: it does not say, and the cosine follows the step.
         """
         if progress is not None and not self.schedule_steps:
             position, floor = progress, 0.0
@@ -96,8 +95,7 @@ class TrainerSettings:
 def read_settings_file() -> dict[str, Any]:
     """Read the sections of run.toml from the file that `DILOCO_TRAINER` names; without it there are none.
 
-    Raises:
-        ConfigError: the file can't be read or is no JSON object.
+    Raises ConfigError: the file can't be read or is no JSON object.
     """
     path = os.environ.get(SETTINGS_VARIABLE)
     if not path:
@@ -158,10 +156,7 @@ class Outcome:
 class Trainer:
     """The run of one learner: `run` returns when the daemon says stop, or, alone, at the end of the schedule.
 
-    Args:
-        settings: see the module.
-        corpus: the data; read from `settings.paths` if None.
-        say: gets one line per evaluation.
+    settings: see the module. corpus: the data; read from `settings.paths` if None. say: gets one line per evaluation.
     """
 
     def __init__(
@@ -184,11 +179,9 @@ class Trainer:
     def run(self, attach: Callable[..., AbstractContextManager[Diloco]]) -> Outcome:
         """Train.
 
-        Args:
-            attach: `diloco_node.attach` or a stand-in.
+        attach: `diloco_node.attach` or a stand-in.
 
-        Raises:
-            LearnerError: the loss is not finite: the learning rate is too high, or the data are broken.
+        Raises LearnerError: the loss is not finite: the learning rate is too high, or the data are broken.
         """
         HERE.use(self)
         with attach(self.model, self.optimizer) as diloco:
