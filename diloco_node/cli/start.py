@@ -103,7 +103,7 @@ def start(
     # A name with a dot would become a key of its own; the check names the regions there are.
     settings = load(config, flags if "." not in region else {}, assignments)
     settings.check_region(region)
-    end, changes = check_begun(settings, region, node_file=NODE_NAME)
+    end, changes = check_begun(settings, region)
     if end and not serve:
         from diloco_node.supervisor.service_manager import ServiceManager
 
@@ -124,7 +124,9 @@ def start(
     if serve:
         spec = serving_spec(spec)
         changes = ["serves until all other regions have told it that they have the end; Ctrl-C ends it before"]
-    for line in (*warnings(settings), *changes):
+    if len(settings.regions) == 2:
+        changes.append("with two regions merging stops when either is gone (training goes on); use three")
+    for line in changes:
         sys.stderr.write(f"diloco-node: {line}\n")
     from diloco_node.supervisor.supervisor import run_supervisor
 
@@ -245,16 +247,6 @@ def check_port(host: str, port: int, setting: str) -> None:
             f"{host}:{port} can't be bound ({error.strerror or error}): stop what uses it "
             f"(perhaps this region, already running), or set {setting}"
         ) from error
-
-
-def warnings(config: NodeConfig) -> list[str]:
-    """Facts that an operator should know before he relies on the region."""
-    count = len(config.regions)
-    if count == 2:
-        return [
-            "with two regions merging stops when either is gone (training goes on); use three",
-        ]
-    return []
 
 
 def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> SupervisorSpec:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from diloco_node.cli.findings import finding_lines
-from diloco_node.cli.tables import COLUMNS, region_cells, region_lines, role_of, since, wrap_text
+from diloco_node.cli.tables import COLUMNS, finding_lines, region_cells, region_lines, role_of, since, wrap_text
 from diloco_node.health.health_summary import joint_alerts, joint_health
 from diloco_node.health.reading import duration, number, rows, section, text
 

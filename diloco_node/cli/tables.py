@@ -1,4 +1,4 @@
-"""Tables for people: the width of the output, amounts of bytes, and rows of regions."""
+"""Output for people: its width, tables, amounts of bytes, rows of regions, and findings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
+from diloco_node.health.finding import Finding, Mark
 from diloco_node.health.reading import duration, number, rows, section, text
 
 UNITS: Final = ("B", "kB", "MB", "GB", "TB")
@@ -18,6 +19,10 @@ LEFT: Final = frozenset({"region", "role"})
 
 LEFT_OUT: Final = ("received", "sent", "tokens/s", "versions", "rounds")
 """Columns a narrow output goes without, the first one first."""
+
+SIGNS: Final = {Mark.FAILED: "×", Mark.WARNING: "‼", Mark.INFO: "i", Mark.UNKNOWN: "-", Mark.OK: "√"}
+PLAIN_SIGNS: Final = {Mark.FAILED: "xx", Mark.WARNING: "!!", Mark.INFO: "i", Mark.UNKNOWN: "--", Mark.OK: "ok"}
+"""For an output that can't show the others."""
 
 INDENT: Final = "  "
 UNIX_MAX: Final = 1e11
@@ -157,3 +162,27 @@ def wrap_text(text: str, width: int | None, *, first: str = "") -> list[str]:
         break_on_hyphens=False,
         break_long_words=False,
     )
+
+
+def finding_lines(finding: Finding, width: int | None = None, *, page: str = "") -> list[str]:
+    """Show a finding in a line, and what helps in another one.
+
+    width: of the output in characters; None: no line is wrapped. page: has a section for each code.
+    """
+    basis = f" ({finding.basis})" if finding.basis else ""
+    lines = wrap_text(f"{_signs()[finding.mark]} {finding.code}: {finding.named_text}{basis}", width)
+    command = f"`{finding.command}`" if finding.command else ""
+    section = f"({page}#{finding.code})" if page and finding.hint else ""
+    saving = f"saves {duration(finding.saves_seconds)} of a round" if finding.saves_seconds else ""
+    remedy = " ".join(filter(None, (finding.hint, command, section)))
+    if saving:
+        remedy = f"{remedy} ({saving})" if remedy else saving
+    return lines + (wrap_text(f"-> {remedy}", width, first=INDENT) if remedy else [])
+
+
+def _signs() -> dict[Mark, str]:
+    try:
+        "".join(SIGNS.values()).encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return PLAIN_SIGNS
+    return SIGNS

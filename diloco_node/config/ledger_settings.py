@@ -9,10 +9,10 @@ from typing import Final
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from diloco_node.config.field_types import Changes, changes
 from diloco_node.config.reference import settings as all_settings
 from diloco_node.config.resolve import default_outer, did_you_mean, explain
 from diloco_node.config.schema import RoundsSection
-from diloco_node.config.setting import Changes, changes
 from diloco_node.config.setting_texts import section_values
 from diloco_node.config.sources import Key, Sources
 from diloco_node.core.settings_body import SettingsBody

@@ -21,7 +21,6 @@ from diloco_node.planning.plan import (
     list_flows,
     make_plan,
 )
-from diloco_node.planning.rates import format_rate, rate_setting
 
 RATE_MAX: Final = 10**14 // 8
 """Bytes per second (100 Tbit/s) beyond which a search gives up."""
@@ -30,6 +29,9 @@ ROUNDS_IN_FLIGHT_LIMIT: Final = 64
 SYNC_EVERY_LIMIT: Final = 100_000
 TIGHT: Final = Fraction(5, 100)
 """Less slack than this is named: a budget is used up to 95 % when there is work."""
+
+_UNITS: Final = ((10**12, "Tbit/s"), (10**9, "Gbit/s"), (10**6, "Mbit/s"), (10**3, "kbit/s"), (1, "bit/s"))
+_DIGITS: Final = 3
 
 BITS: Final = {Codec.INT4: 4, Codec.INT8: 8, Codec.BF16: 16, Codec.FP32: 32}
 
@@ -235,7 +237,7 @@ def budget_warning(
     """Warn when a running node can't keep its schedule within its budget; "" when it can.
 
     Args:
-        fragments: sizes of the model's fragments, `planning.sizes.fragment_sizes`.
+        fragments: sizes of the model's fragments, `planning.plan.fragment_sizes`.
         settings: of the run.
         regions: names of the live regions.
         step_time_ns: median of the live learners; 0 (unknown) gives "".
@@ -267,3 +269,22 @@ def budget_warning(
 
 def _seconds(ns: int) -> str:
     return f"{ns / NS_PER_S:.3g} s"
+
+
+def format_rate(bytes_per_s: float | Fraction) -> str:
+    """Three digits in bits: `2.03 Gbit/s`."""
+    bits = 8 * float(bytes_per_s)
+    # 999.6 Mbit/s would be shown as "1e+03": a unit begins where three digits of the one below end.
+    size, unit = next((pair for pair in _UNITS if bits >= 0.9995 * pair[0]), _UNITS[-1])
+    number = bits / size
+    digits = 0 if number >= 99.95 else 1 if number >= 9.995 else 2
+    return f"{number:.{digits}f} {unit}"
+
+
+def rate_setting(bytes_per_s: int) -> str:
+    """A rate of at least this much as it is written in settings, rounded up to three digits: `2.04Gbit/s`."""
+    bits = 8 * bytes_per_s
+    size, unit = next((pair for pair in _UNITS if bits >= pair[0]), _UNITS[-1])
+    step = Fraction(max(1, 10 ** (len(str(bits)) - _DIGITS)))
+    ceiling = -(-bits // step) * step / size
+    return f"{float(ceiling):.{_DIGITS - 1}f}".rstrip("0").rstrip(".") + unit

@@ -67,7 +67,7 @@ class Source:
 
     def sizes(self, fragments: int) -> tuple[FragmentSize, ...]:
         """The model cut into this many fragments. Raises ConfigError: it can't be cut so fine."""
-        from diloco_node.planning.sizes import even_sizes, fragment_sizes
+        from diloco_node.planning.plan import even_sizes, fragment_sizes
 
         if self.manifest is not None:
             is_cut_so = len(self.manifest.fragments) == fragments
