@@ -9,7 +9,6 @@ import ipaddress
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,19 +17,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from diloco_node.config.budget_plan import BudgetPlan
-from diloco_node.config.budget_settings import BudgetSection, LimitsSection, WindowSection
-from diloco_node.config.schema import (
-    REGIONS_MAX,
-    DataSection,
-    HistorySection,
-    LearnerSection,
-    LogSection,
-    ModelSection,
-    RegionSection,
-    RoundsSection,
-    RunSection,
-    Tree,
-)
+from diloco_node.config.budget_settings import LimitsSection, WindowSection
+from diloco_node.config.schema import REGIONS_MAX, ModelSection, RegionSection, RoundsSection, RunSection, Tree
 from diloco_node.config.setting_texts import toml_text
 from diloco_node.config.sources import MODEL_KEY, Flag, Key, Sources, folder_or_name, put, read_environment, read_file
 from diloco_node.core.settings_body import SettingsBody
@@ -77,25 +65,13 @@ def is_joiner_setting(key: str) -> bool:
     return section in fields and name in fields[section].model_fields and not is_own
 
 
-@dataclass(frozen=True, slots=True)
-class NodeConfig:
-    """Everything that is set, checked as a whole.
+class NodeConfig(Tree):
+    """Everything that is set, checked as a whole; regions are sorted by name.
 
-    Attributes:
-        run, model, rounds, data, learner, log, history: the sections.
-        budget: bandwidth; see `budget_plan`. regions: by name, sorted. path: run.toml.
-        origins: where each value that is not a default came from: "run.toml:7", "DILOCO_RUN__STEPS", "--steps".
+    path: run.toml. origins: where each value that is not a default came from: "run.toml:7", "DILOCO_RUN__STEPS",
+    "--steps".
     """
 
-    run: RunSection
-    model: ModelSection
-    rounds: RoundsSection
-    data: DataSection
-    learner: LearnerSection
-    budget: BudgetSection
-    log: LogSection
-    history: HistorySection
-    regions: Mapping[str, RegionSection]
     origins: Mapping[Key, str]
     path: Path
 
@@ -212,11 +188,10 @@ def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
         sources.origins[key] = flag.flag
     _check_names(sources)
     try:
-        tree = Tree(**sources.values)
+        regions = dict(sorted(sources.values["regions"].items()))
+        config = NodeConfig(**sources.values | {"regions": regions}, origins=sources.origins, path=path)
     except ValidationError as error:
         raise ConfigError(explain(error, sources)) from None
-    sections = dict(tree) | {"regions": dict(sorted(tree.regions.items()))}
-    config = NodeConfig(**sections, origins=sources.origins, path=path)
     _check_whole(config)
     return config
 
