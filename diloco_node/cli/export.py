@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from diloco_node.daemon.export_source import MergedModel
-    from diloco_node.integrations.hf_export import SavedModel
+    from diloco_node.integrations.model_export import SavedModel
     from diloco_node.storage.object_store import Objects
 
 REPORT_NAME: Final = "export.json"
@@ -85,9 +85,7 @@ def export(
     Nothing in the region's folder is changed, and a daemon may run on it.
     """
     from diloco_node.core.merge.adapter_names import has_adapters
-    from diloco_node.integrations.adapter_export import save_adapter
-    from diloco_node.integrations.dcp_export import save_dcp
-    from diloco_node.integrations.hf_export import save_model
+    from diloco_node.integrations.model_export import save_adapter, save_dcp, save_model
 
     model = _read_model(place, version, step)
     is_dcp, is_adapter = form is ExportForm.DCP, has_adapters(model.tensors)

@@ -36,8 +36,8 @@ from diloco_node import place
 from diloco_node.core.data_shards import SHARDS
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.integrations.hf import DilocoCallback
-from diloco_node.integrations.hf_export import one_line
 from diloco_node.integrations.loader import EndlessLoader
+from diloco_node.integrations.model_export import one_line
 from diloco_node.integrations.shards import ShardSampler
 from diloco_node.integrations.weight_files import has_weights
 from diloco_node.learner.builtin.text_files import text_files
