@@ -18,8 +18,7 @@ def check_begun(config: NodeConfig, region: str) -> tuple[str, list[str]]:
     """Compare run.toml with the run that has begun here, if one has.
 
     Returns: a line when the run is finished here, and not to go on, else ""; a line for each change with this start.
-    Raises ConfigError: the folder is of another run, or a setting differs that can't change in a run. No run has begun,
-    and the earlier version that it is to begin with can't be had.
+    Raises ConfigError: another run, a setting that can't change, or an earlier version that can't be had.
     """
     from diloco_node.config.setting_texts import difference_lines
     from diloco_node.core.rounds.extension import extension

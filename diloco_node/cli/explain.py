@@ -19,12 +19,8 @@ PAGE: Final = "docs/errors.md"
 
 @dataclass(frozen=True, slots=True)
 class CodeHelp:
-    """A code for people.
-
-    Attributes:
-        meaning: one or two sentences. exit_code: of a command that ends with it; None: it ends none. remedy: what to
-            do. link: the page that says more.
-    """
+    """A code for people. meaning: one or two sentences. exit_code: None: it ends no command. link: the page that says
+    more."""
 
     code: str
     meaning: str

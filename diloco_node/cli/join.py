@@ -155,13 +155,9 @@ def _check_folder(folder: Path, run_id: str) -> None:
 def _until_listed(
     folder: Path, identity: Identity, address: str, own_address: str | None, *, patience_s: float
 ) -> tuple[str, PeerAnswer]:
-    """Ask the member until it shows this region among the others.
+    """Ask the member until it shows this region among the others; the member's name, and its answer.
 
-    Args:
-        folder: of the certificate. address: the member's. own_address: where the others are to dial this region.
-        patience_s: how long nobody may answer, before the first answer.
-
-    Returns: the member's name, and its answer with the run.
+    own_address: where the others are to dial this region. patience_s: how long nobody may answer at first.
     """
     is_told = is_silence_told = False
     end_s = time.monotonic() + patience_s

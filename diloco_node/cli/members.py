@@ -222,15 +222,12 @@ def _change(
 def change_members(
     folder: Path, name: str, kind: str, key: Path, *, is_forced: bool = False, address: str | None = None
 ) -> tuple[str, ...]:
-    """Sign a change of the members, and give it to the region with this state folder.
+    """Sign a change of the members, give it to the region with this state folder, and return the voters after it.
 
-    Args:
-        name, kind: as in `MembershipBody`. key: the authority's.
-        address: of a region that is added, as there; None: it must be a member already.
-        is_forced: also where the next failure would stop merging then.
+    address: of a region that is added; None: it must be a member already. is_forced: also where the next failure would
+    stop merging then.
 
-    Returns: the voters after the change, which is made when a majority agrees. Raises DilocoError: the region does not
-    answer, or refuses; or the key or the member is not there.
+    Raises DilocoError: the region does not answer, or refuses; or the key or the member is not there.
     """
     from diloco_node.core.ledger.roster import Membership, Roster
     from diloco_node.core.member_kind import MemberKind, MembershipBody

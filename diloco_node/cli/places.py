@@ -66,9 +66,7 @@ def find_targets(places: Sequence[str], config: Path | None) -> list[Target]:
 
 def targets_in(place: str) -> list[Target]:
     """Find the regions in a folder, at most two levels below it, or the one at an admin port; empty: it is neither.
-
-    Raises ConfigError: a port file is damaged.
-    """
+    Raises ConfigError: a port file is damaged."""
     from diloco_node.cli.admin_client import Target, target_in
 
     if place.isascii() and place.isdigit() and 1 <= int(place) <= 65_535:
@@ -86,11 +84,7 @@ def _is_finished(folder: Path) -> bool:
 
 
 def region_folder(place: str | None, config: Path | None, *, file: str = ADMIN_PORT_NAME) -> Path:
-    """Find the state folder of one region.
-
-    Args:
-        place: as the user gave it; None: the only region on this machine. file: the command needs it in the folder;
-            the default one is there when the region's daemon has run.
+    """Find the state folder of one region. place: None: the only one on this machine. file: the command needs it there.
 
     Raises ConfigError: the place is no region, or several; or no such region has that file here. PeersUnreachable: no
     such region's daemon has run here.

@@ -155,10 +155,7 @@ def check_data(config: NodeConfig) -> None:
 
 
 def check_model(config: NodeConfig) -> None:
-    """Refuse a model of Hugging Face that its recipe can't train. The recipe says so itself, in a process of its own.
-
-    Raises ConfigError: the folder is not there, a library is not installed, or `hf_args` has an unknown or wrong value.
-    """
+    """Refuse a model of Hugging Face that its recipe can't train; the recipe says so itself. Raises ConfigError."""
     name = config.model.hf
     if name is None:
         return
@@ -212,11 +209,7 @@ def check_command(command: Sequence[str]) -> None:
 
 
 def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None:
-    """Refuse in one line what would stop the daemon at once.
-
-    Raises ConfigError: the command or the first parameters are not there. IdentityError: certificate or key is wrong.
-    BindError: a port is taken.
-    """
+    """Refuse in one line what would stop the daemon at once. Raises ConfigError, IdentityError, BindError."""
     check_command(command)
     check_init(config)
     from diloco_node.transport.certificates import load_identity
@@ -250,10 +243,7 @@ def check_port(host: str, port: int, setting: str) -> None:
 
 
 def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> SupervisorSpec:
-    """Write what daemon and trainer read into the region's folder; what to supervise.
-
-    Raises StorageError: the folder can't be written.
-    """
+    """Write what daemon and trainer read into the region's folder; what to supervise. Raises StorageError."""
     from diloco_node.storage.durable import make_folder
     from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 
@@ -306,10 +296,7 @@ def serving_spec(spec: SupervisorSpec) -> SupervisorSpec:
 
 
 def trainer_command(config: NodeConfig) -> list[str]:
-    """Command of the built-in trainer, or of the recipe for `model.hf`.
-
-    torchrun starts several ranks, at a port that it chooses itself.
-    """
+    """Command of the built-in trainer or the recipe. torchrun starts several ranks, at a port that it chooses itself."""
     module = TRAINER_MODULE if config.model.hf is None else RECIPE_MODULE
     ranks = config.model.ranks
     if ranks == 1:
@@ -319,10 +306,7 @@ def trainer_command(config: NodeConfig) -> list[str]:
 
 
 def preload_modules(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
-    """Modules of the process that learners are forked from. None of them: learners start afresh.
-
-    Where the learner is a launcher of ranks the supervisor says once that it can't be forked.
-    """
+    """Modules of the process that learners are forked from; none: learners start afresh, as a launcher of ranks does."""
     trainer = TRAINER_PRELOAD if config.model.hf is None else (RECIPE_MODULE,)
     default = () if command else trainer
     modules = default if config.learner.preload is None else config.learner.preload

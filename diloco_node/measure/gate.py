@@ -35,9 +35,7 @@ class _Admitted:
 class MeasuringGate:
     """Admits one measurement at a time, and to each peer that asks only so many bytes over time.
 
-    Args:
-        peers: their names.
-        is_bounded: peers that ask have a limit of bytes; an end that does nothing but measure needs none.
+    is_bounded: peers that ask have a limit of bytes; an end that does nothing but measure needs none.
     """
 
     def __init__(self, peers: tuple[str, ...], *, is_bounded: bool, now_ns: int) -> None:
@@ -56,9 +54,7 @@ class MeasuringGate:
     def begin(self, purpose: str, *, requester: str | None, bytes_max: int, now_ns: int) -> str:
         """Begin a measurement; the reason why not, or empty when it has begun and `end` must follow.
 
-        Args:
-            purpose: for people, as "bandwidth to eu". requester: a peer; None: the operator of this region.
-            bytes_max: that may flow.
+        purpose: for people, as "bandwidth to eu". requester: a peer; None: the operator. bytes_max: that may flow.
         """
         if self._running is not None:
             return f"busy with another measurement: {self.describe(now_ns=now_ns)}; try again"

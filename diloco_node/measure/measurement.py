@@ -34,10 +34,8 @@ Limits = Callable[[str], tuple[int | None, str]]
 class MeasureRequest:
     """An operator's request.
 
-    Attributes:
-        what: "latency", "bandwidth" or "mesh". peer: empty for a mesh.
-        warm_ns: None: by the round trip. bytes_max: of each flow.
-        load: latency also under load. reverse: bandwidth from the peer to here.
+    what: "latency", "bandwidth" or "mesh". peer: empty for a mesh. warm_ns: None: by the round trip. bytes_max: of each
+    flow. load: latency also under load. reverse: bandwidth from the peer to here.
     """
 
     what: str
@@ -52,14 +50,10 @@ class MeasureRequest:
 def parse_request(
     document: Mapping[str, Any], *, region: str, peers: tuple[str, ...], is_daemon: bool
 ) -> MeasureRequest:
-    """Check what came over the admin port, or from the command line.
+    """Check what came over the admin port, or from the command line. Raises ConfigError.
 
-    Args:
-        document: "what"; "peer" but for a mesh; "seconds"; and if wanted "warm_up_seconds", "bytes_max", "load",
-            "reverse". region: ours. peers: names that there are.
-        is_daemon: it is to be measured over the links of a running daemon.
-
-    Raises ConfigError: what is wrong with it.
+    document: "what"; "peer" but for a mesh; "seconds"; others of KEYS if wanted. is_daemon: it is to be measured over
+    the links of a running daemon.
     """
     unknown = sorted(document.keys() - KEYS)
     if unknown:
@@ -97,11 +91,7 @@ def _number(document: Mapping[str, Any], key: str, lower: float, upper: float) -
 class MeasureCommand:
     """Carries out what an operator requests, one command at a time.
 
-    Args:
-        region: ours. linked: has links to the peers. limits: of a daemon's links; None: there is no daemon.
-
-    Attributes:
-        peers: names that there are.
+    limits: of a daemon's links; None: there is no daemon.
     """
 
     def __init__(self, region: str, peers: tuple[str, ...], dial: Linked, limits: Limits | None = None) -> None:

@@ -108,10 +108,7 @@ async def ending(*tasks: asyncio.Task[Any]) -> AsyncIterator[None]:
 
 
 class MeasurementRequester:
-    """The exchanges with peers that were requested to measure.
-
-    transport: the links. receivers: those that are here. executor: makes what is sent.
-    """
+    """The exchanges with peers that were requested to measure."""
 
     def __init__(self, transport: GrpcTransport, receivers: ProbeReceivers, executor: Executor) -> None:
         self._transport = transport

@@ -21,21 +21,17 @@ Mark = tuple[int, int]
 
 
 def percentile(values: Sequence[int], per_cent: int) -> int:
-    """The nearest-rank percentile: the smallest value that at least `per_cent` of all do not exceed.
-
-    values: at least one, in any order. per_cent: 1 to 100; of an odd number of values 50 is the median.
-    """
+    """The nearest-rank percentile: the smallest of at least one value that `per_cent` (1 to 100) of all do not exceed."""
     rank = -(-len(values) * per_cent // 100)
     return sorted(values)[rank - 1]
 
 
 def jitter_ns(rtts_ns: Sequence[int]) -> int:
-    """Interarrival jitter after the last sample, as RFC 3550 (6.4.1 and A.8) and mtr smooth it.
+    """Interarrival jitter after the last of round trips in the order of their sending, as RFC 3550 (6.4.1 and A.8) and
+    mtr smooth it.
 
     The difference of two neighbouring round trips stands for the difference of transit times; it enters with a
     sixteenth. 0 for fewer than two samples.
-
-    rtts_ns: in the order in which the probes were sent.
     """
     estimate = 0
     for before, now in pairwise(rtts_ns):
@@ -80,12 +76,7 @@ def summarise_rtts(rtts_ns: Sequence[int], *, lost_count: int) -> Latency:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Bytes per second over a stretch of time.
-
-    Attributes:
-        mean: all bytes through all time, as iperf3 prints it.
-        median, p10, p90: of the windows; equal to the mean where nothing varies.
-    """
+    """Bytes per second. mean: all bytes through all time, as iperf3 prints it. median, p10, p90: of the windows."""
 
     mean: int
     median: int

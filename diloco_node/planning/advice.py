@@ -40,10 +40,8 @@ BITS: Final = {Codec.INT4: 4, Codec.INT8: 8, Codec.BF16: 16, Codec.FP32: 32}
 class Change:
     """A change that makes it fit, with everything else as it is.
 
-    Attributes:
-        settings: what to set, as (key, value): ("rounds.sync_every", "27"), ("budget", "2.5Gbit/s").
-        text: the same in words, with what it is now.
-        factor: how much larger or smaller the changed quantity becomes, above 1.
+    settings: what to set, as (key, value): ("rounds.sync_every", "27"), ("budget", "2.5Gbit/s"). text: the same in
+    words, with what it is now. factor: how much larger or smaller the changed quantity becomes, above 1.
     """
 
     settings: tuple[tuple[str, str], ...]
@@ -60,10 +58,8 @@ def mean_bits(settings: RunSettings) -> Fraction:
 
 
 def find_changes(plan: Plan) -> tuple[Change, ...]:
-    """Changes each of which makes a plan fit, by itself; none if it fits.
-
-    Sorted: those of one setting first, then by how much they change it.
-    """
+    """Changes each of which makes a plan fit, by itself: those of one setting first, then by how much they change it.
+    None if it fits."""
     if plan.fits:
         return ()
     candidates = (_longer_cycle(plan), _fewer_bits(plan), _larger_budget(plan), _more_rounds(plan))
@@ -79,10 +75,8 @@ def sync_every_min(plan: Plan) -> int | None:
 
 
 def budget_min(workload: Workload, network: Network) -> int | None:
-    """The smallest egress and ingress, in wire bytes per second of every region, that keeps the schedule.
-
-    The same for all of them, whatever each has now. None: links or delays are what is too slow.
-    """
+    """The smallest egress and ingress, in wire bytes per second of every region, that keeps the schedule. None: links
+    or delays are what is too slow."""
     return _least(lambda rate: fits(workload, network.with_budget(rate)), low=1, high=RATE_MAX)
 
 
@@ -234,19 +228,13 @@ def budget_warning(
     ingress_bytes_per_s: int | None,
     overhead: Fraction = OVERHEAD,
 ) -> str:
-    """Warn when a running node can't keep its schedule within its budget; "" when it can.
+    """Warn when a running node can't keep its schedule within its budget: what is needed, what there is, what happens,
+    and each single change that would fit; "" when it can.
 
-    Args:
-        fragments: sizes of the model's fragments, `planning.plan.fragment_sizes`.
-        settings: of the run.
-        regions: names of the live regions.
-        step_time_ns: median of the live learners; 0 (unknown) gives "".
-        rtt_ns: the largest to a live peer; 0 when unknown.
-        egress_bytes_per_s, ingress_bytes_per_s: this node's own budget now, wire bytes; None: no limit. All regions
-            are taken to have the same.
-        overhead: as learnt from the kernel's counters, a part of the payload.
-
-    Returns: The line has what is needed, what there is, what happens, and each single change that would fit.
+    regions: the live ones. step_time_ns: median of the live learners; 0 (unknown) gives "". rtt_ns: the largest to a
+    live peer; 0 when unknown. egress_bytes_per_s, ingress_bytes_per_s: this node's own budget now, wire bytes; None: no
+    limit. All regions are taken to have the same. overhead: as learnt from the kernel's counters, a part of the
+    payload.
     """
     if step_time_ns <= 0 or not fragments or len(regions) < 2:
         return ""

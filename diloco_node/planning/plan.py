@@ -65,12 +65,8 @@ class FragmentSize:
 class Workload:
     """The model to train, and how often it is merged.
 
-    Attributes:
-        fragments: by index; their number is P, whatever `settings.fragments` says.
-        regions: names, at least one, each once.
-        settings: of the run.
-        step_time_ns: compute of one inner step.
-        overhead: wire bytes that come on top of each payload byte.
+    fragments: by index; their number is P, whatever `settings.fragments` says. step_time_ns: compute of one inner step.
+    overhead: wire bytes that come on top of each payload byte.
 
     Raises ValueError: no fragments, no or repeated regions, or a step time that is not positive.
     """
@@ -114,11 +110,9 @@ class Workload:
 class Network:
     """Limits of the links, in wire bytes per second. A link that is not named has none.
 
-    Attributes:
-        rtt_ns: round trip between the two regions that are farthest apart: a round waits for the slowest.
-        egress, ingress: per region, all its peers together.
-        links: per (from, to).
-        is_budgeted: egress and ingress are budgets; False: they are the lines as far as measured links show them.
+    rtt_ns: between the two regions that are farthest apart: a round waits for the slowest. egress, ingress: per region,
+    all its peers together. links: per (from, to). is_budgeted: egress and ingress are budgets; False: they are the
+    lines as far as measured links show them.
     """
 
     rtt_ns: int
@@ -157,14 +151,10 @@ class FlowKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """The bytes through one region's egress or ingress, or over one link.
+    """The bytes through one region's egress or ingress, or over one link from `region` to `peer`, else "".
 
-    Attributes:
-        region: whose; of a link the sender.
-        peer: of a link the receiver, else "".
-        cycle_up, cycle_down: wire bytes of a whole cycle, of contributions and of merged stripes.
-        largest: wire bytes, both together, of the round of the largest fragment.
-        limit_bytes_per_s: None: unlimited.
+    cycle_up, cycle_down: wire bytes of a whole cycle, of contributions and of merged stripes. largest: of both together
+    in the round of the largest fragment. limit_bytes_per_s: None: unlimited.
     """
 
     kind: FlowKind
@@ -217,11 +207,9 @@ def list_flows(workload: Workload, network: Network) -> tuple[Flow, ...]:
 class RoundTime:
     """A round of a fragment of mean size, from due to applied.
 
-    Attributes:
-        latency_ns: eight one-way delays.
-        boundary_ns: waits for step boundaries, on average.
-        transfer_ns: contributions and then merged stripes at the limits of the slowest line; 0 without limits.
-        overlap_ns: tau steps: what it should take at most.
+    latency_ns: eight one-way delays. boundary_ns: waits for step boundaries, on average. transfer_ns: contributions and
+    then merged stripes at the limits of the slowest line; 0 without limits. overlap_ns: tau steps: what it should take
+    at most.
     """
 
     latency_ns: int
@@ -244,11 +232,8 @@ class RoundTime:
 class CycleNeed:
     """The shortest cycle that links and rounds in flight can keep.
 
-    Attributes:
-        bytes_ns: for the bytes of the busiest line; 0 without limits.
-        flight_ns: for P rounds, `rounds_in_flight_max` at a time.
-        busiest: the line with the least room; None without limits.
-        round_time: of a fragment of mean size.
+    bytes_ns: for the bytes of the busiest line; 0 without limits. flight_ns: for P rounds, `rounds_in_flight_max` at a
+    time. busiest: the line with the least room; None without limits.
     """
 
     bytes_ns: int
@@ -346,10 +331,7 @@ def storage(workload: Workload) -> Storage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that can be said about a workload on a network.
-
-    flows: of every region and link. need: the shortest cycle. storage: of one region.
-    """
+    """All that can be said about a workload on a network, for every region and link. storage: of one region."""
 
     workload: Workload
     network: Network
@@ -378,10 +360,8 @@ class Plan:
         return Fraction(flow.cycle * NS_PER_S, self.workload.cycle_ns)
 
     def peak(self, flow: Flow) -> Fraction | None:
-        """The rate at which rounds of the largest fragment end within tau steps, as many at once as then overlap.
-
-        None: no rate is enough, because delays and step boundaries alone take tau steps.
-        """
+        """The rate at which rounds of the largest fragment end within tau steps, as many at once as then overlap. None:
+        no rate is enough, because delays and step boundaries alone take tau steps."""
         round_time = self.need.round_time
         window_ns = round_time.overlap_ns - round_time.latency_ns - round_time.boundary_ns
         if window_ns <= 0:
@@ -403,12 +383,8 @@ def fragment_sizes(manifest: Manifest) -> tuple[FragmentSize, ...]:
 
 
 def even_sizes(values: int, fragments: int) -> tuple[FragmentSize, ...]:
-    """A model of which only the size is known, cut into equal fragments of one piece each.
-
-    values: parameters, at least one per fragment. fragments: P.
-
-    Raises ValueError: fewer values than fragments, or no fragment.
-    """
+    """A model of which only the size is known, cut into P equal fragments of one piece each. Raises ValueError: fewer
+    values than fragments, or no fragment."""
     if not 1 <= fragments <= values:
         raise ValueError(f"{values} values can't be cut into {fragments} fragments")
     size, remainder = divmod(values, fragments)

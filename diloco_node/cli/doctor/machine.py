@@ -52,9 +52,8 @@ def descriptors(hard: int, need: int) -> Finding:
 def disk_space(folder: str, *, free: int | None, usage: int, need: int | None, error: str) -> Finding:
     """Judge the room for the state folder.
 
-    Args:
-        free: bytes of its disk, None: it can't be written, and `error` says why. usage: bytes that the folder has
-            already. need: what `plan` says; None: the model is not known yet.
+    free: bytes of its disk, None: it can't be written, and `error` says why. usage: bytes that the folder has. need: as
+    `plan` says; None: the model is not known yet.
     """
     if free is None:
         hint = "make it writable for this user, make room, or set run.state_dir or --state-dir"
@@ -88,12 +87,8 @@ def locks(error: str) -> Finding:
 
 
 def sockets(place: str, error: str, *, is_direct: bool) -> Finding:
-    """Judge the folder of the region's Unix sockets.
-
-    Args:
-        place: the folder. error: why none can be bound there; empty: it can. is_direct: it is the state folder itself,
-            and not the one in the temporary directory for state folders with a long path.
-    """
+    """Judge the folder of the region's Unix sockets. error: why none can be bound there. is_direct: it is the state
+    folder, and not the one in the temporary directory for state folders with a long path."""
     why = "" if is_direct else ", for the path of the state folder is too long"
     if error:
         other = "" if is_direct else ", or TMPDIR to one with a short path"

@@ -20,9 +20,8 @@ SILENT_S: Final = 20.0
 
 
 def find_daemon(config: Path | None, region: str | None) -> Path | None:
-    """The state folder of the running daemon that is meant: of the region named, else the only one of the run here.
-
-    None: no daemon answers.
+    """The state folder of the running daemon that is meant: of the region named, else the only one here; None: none
+    answers.
 
     Raises ConfigError: several run here and none was named; or run.toml is wrong, or does not have the region.
     """
@@ -43,11 +42,7 @@ def find_daemon(config: Path | None, region: str | None) -> Path | None:
 
 
 def measure(daemon: Path, document: dict[str, Any], on_progress: Callable[[str], None]) -> dict[str, Any]:
-    """Ask a daemon to measure, and wait for what comes of it.
-
-    Args:
-        daemon: its state folder, which has the region's name. document: see `measure.measurement.parse_request`.
-        on_progress: called with the current test.
+    """Ask the daemon with this state folder to measure (`measure.measurement.parse_request`), and wait for it.
 
     Raises ConfigError: it refuses the request. PeersUnreachable: there is no link, or the daemon went away.
     DilocoError: the measurement failed.

@@ -32,11 +32,7 @@ class Here:
 
     @classmethod
     def find(cls, config: Path | None, region: str | None) -> Here:
-        """From flags, run.toml, and the keys that lie here.
-
-        Raises ConfigError: there are several keys and none was chosen. IdentityError: the certificate is wrong or
-        missing.
-        """
+        """From flags, run.toml, and the keys that lie here. Raises ConfigError: none was chosen. IdentityError."""
         from diloco_node.cli.options import load
         from diloco_node.transport.certificates import load_identity
 
@@ -88,12 +84,7 @@ def own_folder(certs: Path, region: str | None) -> Path:
 
 
 async def serve(here: Here, on_listening: Callable[[dict[str, Any]], None]) -> None:
-    """Answer measurements until SIGINT or SIGTERM.
-
-    on_listening: called with where we listen.
-
-    Raises BindError: the port is taken.
-    """
+    """Answer measurements until SIGINT or SIGTERM. Raises BindError: the port is taken."""
     from diloco_node.daemon.logs import set_up_logs
     from diloco_node.measure.ends import Dialer, measuring_end
 
@@ -117,10 +108,8 @@ async def serve(here: Here, on_listening: Callable[[dict[str, Any]], None]) -> N
 
 
 async def measure(here: Here, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure on links of our own to `measure serve` of the peers. document: see `measure.measurement.parse_request`.
-
-    Raises ConfigError, IdentityError, PeersUnreachable, PeerError: nothing could be measured.
-    """
+    """Measure on links of our own to `measure serve` of the peers (`measure.measurement.parse_request`). Raises
+    ConfigError, IdentityError, PeersUnreachable, PeerError: nothing could be measured."""
     from diloco_node.measure.ends import Dialer
     from diloco_node.measure.measurement import MeasureCommand
 

@@ -38,13 +38,10 @@ MESH_SHAPE: Final = (
 class Source:
     """A model and the settings it is to be trained with.
 
-    Attributes:
-        origin: "--parameters 5e9", "run.toml (built-in model)", "state/us-east".
-        values: parameters, when only the size is known; the fragments are then equal.
-        manifest: the cut of a known model, else None. settings: of the run, before flags.
-        regions: names; empty when nobody named them.
-        step_time_ns, rtt_ns: as a running region tells them; 0 when unknown.
-        limits: ceilings by region, wire bytes per second, the least of the day.
+    origin: "--parameters 5e9", "run.toml (built-in model)", "state/us-east". values: parameters, when only the size is
+    known; the fragments are then equal. manifest: the cut of a known model. regions: empty when nobody named them.
+    step_time_ns, rtt_ns: as a running region tells them; 0 when unknown. limits: ceilings by region, wire bytes per
+    second, the least of the day.
     """
 
     origin: str
@@ -137,10 +134,7 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
 
 
 def source_of_state(folder: Path) -> Source:
-    """Read a region's folder, and ask its daemon if that answers.
-
-    Raises StorageError: the region has not seen its model yet, or a file is damaged.
-    """
+    """Read a region's folder, and ask its daemon. Raises StorageError: no model was seen yet, or a file is damaged."""
     from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
     from diloco_node.daemon.spec import NodeSpec
 
@@ -162,11 +156,7 @@ def _regions_of(spec: NodeSpec) -> tuple[str, ...]:
 
 
 def _limits_of(spec: NodeSpec) -> dict[str, RateLimits]:
-    """Ceilings by region, the least of the day: of all regions as run.toml has them now; where that is not at hand, of
-    this region as it was started.
-
-    Raises ConfigError: run.toml is wrong.
-    """
+    """The least ceilings of the day, by region: as run.toml has them now, else of this region as it was started."""
     from diloco_node.config.resolve import load_config
 
     if spec.config_file is None or not spec.config_file.exists():
@@ -186,12 +176,8 @@ def _live_times(folder: Path) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Results of `measure mesh`, per ordered pair of regions.
-
-    Attributes:
-        regions: names, sorted. rtt_ns: round trip. Pairs that could not be measured are missing.
-        goodput: payload bytes per second, when nothing else was sent.
-    """
+    """Results of `measure mesh`, per ordered pair of regions that could be measured. goodput: payload bytes per second,
+    when nothing else was sent."""
 
     regions: tuple[str, ...]
     rtt_ns: Mapping[tuple[str, str], int]
