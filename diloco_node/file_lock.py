@@ -9,9 +9,7 @@ from diloco_node.errors import DiskRefused
 
 
 def lock_file(descriptor: int, path: Path, *, waits: bool = False) -> None:
-    """Hold an open file's lock until the descriptor is closed.
-
-    path: of the file, for the message. waits: until another process lets it go.
+    """Hold an open file's lock until the descriptor is closed. path: for the message. waits: for another process.
 
     Raises BlockingIOError: another process holds it. DiskRefused: the file system gives no locks, which says nothing
     about other processes.

@@ -56,10 +56,7 @@ def peer_uid(connection: socket.socket) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The identity of a process of this machine.
-
-    start_ticks: when the kernel started it, since the machine was booted. boot: which boot.
-    """
+    """The identity of a process of this machine. start_ticks: when the kernel started it, since the boot."""
 
     pid: int
     start_ticks: int

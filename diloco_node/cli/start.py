@@ -296,7 +296,7 @@ def serving_spec(spec: SupervisorSpec) -> SupervisorSpec:
 
 
 def trainer_command(config: NodeConfig) -> list[str]:
-    """Command of the built-in trainer or the recipe. torchrun starts several ranks, at a port that it chooses itself."""
+    """Command of the built-in trainer or the recipe. torchrun starts several ranks, at a port that it chooses."""
     module = TRAINER_MODULE if config.model.hf is None else RECIPE_MODULE
     ranks = config.model.ranks
     if ranks == 1:
@@ -306,7 +306,7 @@ def trainer_command(config: NodeConfig) -> list[str]:
 
 
 def preload_modules(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
-    """Modules of the process that learners are forked from; none: learners start afresh, as a launcher of ranks does."""
+    """Modules of the process that learners are forked from; none: they start afresh, as a launcher of ranks does."""
     trainer = TRAINER_PRELOAD if config.model.hf is None else (RECIPE_MODULE,)
     default = () if command else trainer
     modules = default if config.learner.preload is None else config.learner.preload

@@ -157,7 +157,7 @@ def wrap_text(text: str, width: int | None, *, first: str = "") -> list[str]:
 
 
 def finding_lines(finding: Finding, width: int | None = None, *, page: str = "") -> list[str]:
-    """Show a finding in a line, and what helps in another one. width: None: no wrapping. page: has a section per code."""
+    """Show a finding in a line, and what helps in another. width: None: no wrapping. page: has a section per code."""
     basis = f" ({finding.basis})" if finding.basis else ""
     lines = wrap_text(f"{_signs()[finding.mark]} {finding.code}: {finding.named_text}{basis}", width)
     command = f"`{finding.command}`" if finding.command else ""

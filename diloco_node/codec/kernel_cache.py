@@ -34,10 +34,7 @@ _lock: Final = threading.Lock()
 
 @cache
 def loops() -> ModuleType:
-    """Load the module `loops`: from the cache in a second, or compiled in some eight.
-
-    Raises ConfigError: numba is switched off, or this system runs no code that was made at run time.
-    """
+    """Load the module `loops`: from the cache in a second, or compiled in some eight. Raises ConfigError."""
     with _lock, _numba_cache(folder := cache_folder()):
         try:
             return importlib.import_module("diloco_node.codec.loops")

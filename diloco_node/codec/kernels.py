@@ -63,9 +63,8 @@ def encode_delta(
 
 
 def squared_norms(blocks: FragmentBlocks, payload: Buffer, block_start: int = 0, block_stop: int | None = None) -> F64:
-    """Check what arrived and measure it, without decoding it anywhere.
-
-    Run it on a stripe when it arrives: what passes here is not refused by `accumulate`, `decode` or `outer_step` later.
+    """Check what arrived and measure it, without decoding it anywhere: what passes is not refused by `accumulate`,
+    `decode` or `outer_step` later.
 
     Returns: shape (pieces,), float64, as `encode`. Raises PayloadCorrupt: the length is wrong, or a block is one that
     no encoder wrote.
@@ -155,10 +154,7 @@ def outer_step(
 
 
 def warm_up() -> None:
-    """Load every loop, or compile it first: some 14 seconds the first time, else one or two.
-
-    Without it the first round of a run would pay for the compiler.
-    """
+    """Load every loop, or compile it (some 14 s): else the first round of a run would pay for the compiler."""
     loops()
 
 

@@ -409,10 +409,7 @@ def outer_span(
     floats: F32,
     sums: F64,
 ) -> None:
-    """The outer step on one span. See `kernels.outer_step` for the order.
-
-    Checks nothing: run `norms_span` over the same bytes first.
-    """
+    """The outer step on one span (`kernels.outer_step`). Checks nothing: run `norms_span` over the same bytes first."""
     piece = span[PIECE]
     for block in range(span[START], span[STOP]):
         while layout[piece + 1, 0] <= block:

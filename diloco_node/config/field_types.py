@@ -74,13 +74,9 @@ Changes = Literal["fixed", "same", "all", "set", "region", "running", "new run"]
 
 
 def setting(default: Any, description: str, touch_when: str, *, changes: Changes = "region", **bounds: Any) -> Any:
-    """Describe a field of a section.
-
-    Args:
-        default: `...`: the setting must be given.
-        description: with the unit, where it has one. touch_when: completes "touch it when ...".
-        bounds: such as `ge=1`, and `examples`, as for pydantic's `Field`.
-    """
+    """Describe a field of a section. default: `...`: the setting must be given. description: with the unit, where it
+    has one. touch_when: completes "touch it when ...". bounds: such as `ge=1`, and `examples`, as for pydantic's
+    `Field`."""
     extra = {"touch_when": touch_when, "changes": changes}
     return Field(default, description=description, json_schema_extra=cast(Any, extra), **bounds)
 

@@ -45,9 +45,7 @@ class _RunFile(BaseModel):
 
 
 def changed_settings(settings: RunSettings, assignments: Sequence[str]) -> SettingsBody:
-    """The settings of a run after an operator's words.
-
-    settings: that are in force. assignments: "rounds.sync_every=32" each.
+    """The settings of a run after an operator's words, "rounds.sync_every=32" each.
 
     Raises ConfigError: one can't be set in a run, with the reason and the way; or it has a value that can't be.
     """

@@ -66,11 +66,8 @@ def is_joiner_setting(key: str) -> bool:
 
 
 class NodeConfig(Tree):
-    """Everything that is set, checked as a whole; regions are sorted by name.
-
-    path: run.toml. origins: where each value that is not a default came from: "run.toml:7", "DILOCO_RUN__STEPS",
-    "--steps".
-    """
+    """Everything that is set, checked as a whole; regions are sorted by name. path: run.toml. origins: where each value
+    that is not a default came from: "run.toml:7", "DILOCO_RUN__STEPS", "--steps"."""
 
     origins: Mapping[Key, str]
     path: Path
@@ -169,9 +166,7 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
-    """Flags beat environment, environment beats file, file beats defaults.
-
-    path: run.toml; None: `run.toml` in the current folder. flags: from the command line.
+    """Flags beat environment, environment beats file, file beats defaults. path: None: run.toml in the current folder.
 
     Raises ConfigError: naming the setting, its origin, the bad value, and what would work.
     """

@@ -92,10 +92,7 @@ class Rate:
 
 
 def parse_rate(value: object) -> Rate:
-    """`"2Gbit/s"`, `"25MB/s"`, `"1.5Gbit/s"`; a fraction of a byte is dropped.
-
-    Raises ValueError: with a text that completes "SETTING is VALUE: ...".
-    """
+    """`"2Gbit/s"`, `"25MB/s"`; a fraction of a byte is dropped. Raises ValueError: as `parse_duration`."""
     if isinstance(value, Rate):
         return value
     number, unit = _split(value, "rate", _RATE_UNITS_BITS, examples=("Mbit/s", "MB/s"))

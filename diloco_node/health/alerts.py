@@ -104,10 +104,8 @@ def find_alerts(document: Document) -> list[Finding]:
 
 
 def starting_peers(document: Document) -> list[str]:
-    """Name the peers that may only be starting: not heard since this daemon came, and nothing else stands in the way.
-
-    A daemon that has been up for STARTING_S has waited long enough.
-    """
+    """Name the peers that may only be starting: not heard since this daemon came, for STARTING_S at most, and nothing
+    else stands in the way."""
     up_s = number(document, "up_seconds")
     if up_s is None or up_s > STARTING_S:
         return []

@@ -16,13 +16,10 @@ ROUNDS_SEEN: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class CriticalPath:
-    """Means over committed rounds.
+    """Means over committed rounds, as one region's log has them.
 
-    Attributes:
-        rounds, failed: number of committed rounds, and of ballots that failed beside them.
-        seconds: of a round. phases: seconds of each, the longest first.
-        waits: ((region, phase), number of rounds) that waited for it most, the most frequent first.
-        seen_from: the region whose log it is.
+    failed: ballots beside them. seconds: of a round. phases: seconds of each, the longest first. waits: ((region,
+    phase), number of rounds) that waited for it most, the most frequent first.
     """
 
     rounds: int
@@ -78,10 +75,8 @@ def phase_mean(log: Sequence[Document], phase: str) -> float:
 
 
 def cost_of(log: Sequence[Document], region: str, phase: str) -> float | None:
-    """Seconds that a round's phase takes longer when it waits for a region.
-
-    It is the median of those rounds minus the median of the others; None when there are no others to compare with.
-    """
+    """Seconds that a round's phase takes longer when it waits for a region: the median of those rounds minus the median
+    of the others; None when there are no others to compare with."""
     late: list[float] = []
     usual: list[float] = []
     for row in log:

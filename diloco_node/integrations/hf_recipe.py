@@ -61,10 +61,7 @@ def settings_from(sections: Mapping[str, Mapping[str, Any]]) -> Settings:
 
 
 def training_arguments(settings: Settings) -> transformers.TrainingArguments:
-    """The recipe's own `TrainingArguments`, and those of `[model] hf_args` over them.
-
-    Raises: ConfigError: the library refuses a name or a value, or it would end training before the run does.
-    """
+    """The recipe's own `TrainingArguments`, and those of `[model] hf_args` over them. Raises ConfigError: bad ones."""
     for name in {"max_steps", "num_train_epochs"} & set(settings.hf_args):
         raise ConfigError(f"model.hf_args: {name} can't be set, the run says when it ends: run.steps or run.tokens")
     has_end = settings.schedule_steps or settings.steps or settings.tokens
@@ -159,10 +156,7 @@ def _is_own(row: dict[str, Any], *, flags: torch.Tensor, rank: int, ranks: int) 
 
 
 class Blocks:
-    """The blocks of one rank of this region, epoch after epoch, and those that are held out.
-
-    rank, ranks: of this process in its region.
-    """
+    """The blocks of one rank of this region, epoch after epoch, and those that are held out."""
 
     def __init__(self, settings: Settings, tokenizer: Any, *, rank: int, ranks: int) -> None:
         self._settings, self._tokenizer = settings, tokenizer

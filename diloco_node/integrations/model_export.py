@@ -27,13 +27,9 @@ ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """How a model was saved.
-
-    Attributes:
-        is_plain: by names and values alone, for transformers is not installed or does not know the model.
-        unmerged: names of frozen parameters and buffers, which the run does not have.
-        random: those of them that nothing was known of.
-    """
+    """How a model was saved. is_plain: by names and values alone, as transformers is not installed or does not know it.
+    unmerged: frozen parameters and buffers, which the run does not have. random: those of them that nothing was known
+    of."""
 
     is_plain: bool
     unmerged: tuple[str, ...] = ()
@@ -51,11 +47,9 @@ def save_model(
 ) -> SavedModel:
     """Write weights, `config.json` and the tokenizer: by `save_pretrained`, or plain where transformers is no help.
 
-    Args:
-        folder: empty. tensors: merged ones, under the names of `model.named_parameters()`.
-        config: what config.json says.
-        base: folder or name of a saved model, for frozen parameters and buffers. None: as the config makes them.
-        tokenizer: folder or name of a model that may have one. dtype: such as "bfloat16".
+    tensors: merged ones, by `model.named_parameters()`. config: what config.json says. base: folder or name of a saved
+    model, for frozen parameters and buffers; None: as the config makes them. tokenizer: folder or name of a model that
+    may have one. dtype: such as "bfloat16".
 
     Raises ConfigError: the tensors do not fit the config, or the base can't be loaded.
     """
@@ -149,12 +143,7 @@ def one_line(error: BaseException) -> str:
 
 
 def save_adapter(folder: Path, tensors: Mapping[str, F32], source: Path | None, *, dtype: str) -> SavedModel:
-    """Write `adapter_model.safetensors` and a copy of `adapter_config.json`.
-
-    Args:
-        folder: empty. tensors: merged ones, by `model.named_parameters()`.
-        source: the adapter's config, or a folder with it, as PEFT's `save_pretrained` writes.
-        dtype: such as "bfloat16".
+    """Write `adapter_model.safetensors` and a copy of `adapter_config.json`, from `source` or the folder with it.
 
     Raises ConfigError: there is no such config, or the folder's adapter has other tensors; several adapters train.
     """
@@ -199,10 +188,7 @@ def _check_same(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def save_dcp(folder: Path, tensors: Mapping[str, F32], *, dtype: str) -> SavedModel:
-    """Write the tensors under their names, without a process group.
-
-    folder: empty. tensors: merged ones, by `model.named_parameters()`. dtype: such as "bfloat16".
-    """
+    """Write the merged tensors, by `model.named_parameters()`, under their names, without a process group."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
     kind: torch.dtype = getattr(torch, dtype)

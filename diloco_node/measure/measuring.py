@@ -92,7 +92,7 @@ class Measuring:
         return self.gate.describe(now_ns=self._now_ns())
 
     def control_arrived(self, peer: str, message: MeasureMessage) -> None:
-        """Take a message of a peer. Raises ProtocolViolation: one beyond the limits, twice the same, or not asked for."""
+        """Take a message of a peer. Raises ProtocolViolation: beyond the limits, twice the same, or not asked for."""
         match message:
             case msg.EchoRequest():
                 self.echoes.answer_request(peer, message)

@@ -117,7 +117,7 @@ class ProbeSender:
         self._stop.set()
 
     async def run(self) -> MeasurementSent:
-        """Send; returns what was counted after the warm-up. Raises LinkLost: the link is down, or nobody says "enough"."""
+        """Send; returns what was counted after the warm-up. Raises LinkLost: it is down, or nobody says "enough"."""
         tasks = [asyncio.create_task(self._fill(), name=f"probes {self._peer}") for _ in range(TRANSFERS_QUEUED)]
         stop = asyncio.create_task(self._stop.wait())
         try:

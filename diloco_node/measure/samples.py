@@ -21,7 +21,7 @@ Mark = tuple[int, int]
 
 
 def percentile(values: Sequence[int], per_cent: int) -> int:
-    """The nearest-rank percentile: the smallest of at least one value that `per_cent` (1 to 100) of all do not exceed."""
+    """The nearest-rank percentile: the smallest of some values that `per_cent` (1 to 100) of all do not exceed."""
     rank = -(-len(values) * per_cent // 100)
     return sorted(values)[rank - 1]
 

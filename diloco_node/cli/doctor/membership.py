@@ -58,7 +58,7 @@ def settings_equal(peer: str, ours: str, peer_digest: str, difference: str) -> F
 
 
 def certificate(name: str, error: str, *, is_taken: bool = True) -> Finding:
-    """Judge whether it will be accepted (error: why not, with the remedy behind a colon), and is what the daemon uses."""
+    """Judge whether it will be accepted (error: why not, the remedy behind a colon), and is what the daemon uses."""
     if not error and not is_taken:
         text = f"{name}: its daemon goes on with the certificate before"
         return topics.CERTIFICATE.warning(text, "send SIGHUP to diloco-node start here")

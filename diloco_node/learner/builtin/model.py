@@ -50,15 +50,10 @@ def token_logits(
     tokens: Tensor,
     rotary: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """The model's arithmetic, for one set of parameters or for R replicas at once.
+    """The model's arithmetic, for one set of parameters or for R replicas at once (a leading dimension R everywhere).
 
-    Args:
-        settings: the shape.
-        parameters: as `parameter_shapes`, or each with a leading dimension R.
-        tokens: shape (B, T), or (R, B, T) with replicas; int64, below 256; T at most `context`.
-        rotary: `rotary_tables(settings)`, on the device of the parameters.
-
-    Returns: Shape (B, T, 256) or (R, B, T, 256); the prediction at t is for the token at t + 1.
+    tokens: shape (B, T) or (R, B, T), int64, below 256; T at most `context`. rotary: `rotary_tables`, on the device of
+    the parameters. Returns: shape (B, T, 256) or (R, B, T, 256); the prediction at t is for the token at t + 1.
     """
     *lead, batch, length = tokens.shape
     stream = _embed(parameters["model.embed_tokens.weight"], tokens)

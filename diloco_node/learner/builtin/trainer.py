@@ -93,10 +93,7 @@ class TrainerSettings:
 
 
 def read_settings_file() -> dict[str, Any]:
-    """Read the sections of run.toml from the file that `DILOCO_TRAINER` names; without it there are none.
-
-    Raises ConfigError: the file can't be read or is no JSON object.
-    """
+    """Read the sections of run.toml from the file that `DILOCO_TRAINER` names, if it names one. Raises ConfigError."""
     path = os.environ.get(SETTINGS_VARIABLE)
     if not path:
         return {}
@@ -117,12 +114,8 @@ def settings_from(sections: Mapping[str, Mapping[str, Any]]) -> TrainerSettings:
 
 
 def held_out_loss(model: ByteGPT, windows: Windows, parameters: Mapping[str, Tensor] | None = None) -> float:
-    """Mean loss in nats per byte over windows of shape (n, context + 1).
-
-    Args:
-        model: its own parameters are used unless others are given.
-        parameters: by name, as `global_state_dict` returns them; any float dtype.
-    """
+    """Mean loss in nats per byte over windows of shape (n, context + 1), of the model's own parameters or of others by
+    name, of any float dtype."""
     values: dict[str, Tensor] = dict(model.named_parameters())
     if parameters is not None:
         values = {name: parameters[name].to(parameter.device, torch.float32) for name, parameter in values.items()}
@@ -154,10 +147,7 @@ class Outcome:
 
 
 class Trainer:
-    """The run of one learner: `run` returns when the daemon says stop, or, alone, at the end of the schedule.
-
-    settings: see the module. corpus: the data; read from `settings.paths` if None. say: gets one line per evaluation.
-    """
+    """The run of one learner: `run` returns when the daemon says stop, or, alone, at the end of the schedule."""
 
     def __init__(
         self,
@@ -177,12 +167,7 @@ class Trainer:
         self.optimizer = build_adamw(self.model, lr=settings.lr)
 
     def run(self, attach: Callable[..., AbstractContextManager[Diloco]]) -> Outcome:
-        """Train.
-
-        attach: `diloco_node.attach` or a stand-in.
-
-        Raises LearnerError: the loss is not finite: the learning rate is too high, or the data are broken.
-        """
+        """Train. attach: `diloco_node.attach` or a stand-in. Raises LearnerError: the loss is not finite."""
         HERE.use(self)
         with attach(self.model, self.optimizer) as diloco:
             sampler = ShardWindows(
