@@ -31,19 +31,12 @@ class CodeHelp:
 
 def explanations() -> dict[str, CodeHelp]:
     """Collect the explanations of errors and alerts, by code."""
-    return {entry.code: entry for entry in sorted((*_of_errors(), *_of_alerts()), key=lambda entry: entry.code)}
-
-
-def _of_errors() -> Iterator[CodeHelp]:
+    entries = [CodeHelp(kind.code, kind.meaning, None, kind.hint, "docs/alerts.md") for kind in ALERT_KINDS]
     for _, kind in inspect.getmembers(errors, inspect.isclass):
         if issubclass(kind, DilocoError):
             meaning = inspect.getdoc(kind) or kind.__name__
-            yield CodeHelp(kind.code, meaning, kind.exit_code, kind.remedy, f"{PAGE}#{kind.code.lower()}")
-
-
-def _of_alerts() -> Iterator[CodeHelp]:
-    for kind in ALERT_KINDS:
-        yield CodeHelp(kind.code, kind.meaning, None, kind.hint, "docs/alerts.md")
+            entries.append(CodeHelp(kind.code, meaning, kind.exit_code, kind.remedy, f"{PAGE}#{kind.code.lower()}"))
+    return {entry.code: entry for entry in sorted(entries, key=lambda entry: entry.code)}
 
 
 def explain(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -74,7 +75,7 @@ class NodeConfig(Tree):
 
     def origin(self, key: str) -> str:
         """Where the value of a dotted key came from; "default" if nobody set it."""
-        path = _key(key)
+        path = tuple(key.split("."))
         below = (origin for key, origin in self.origins.items() if key[: len(path)] == path)
         return self.origins.get(path) or next(below, "default")
 
@@ -178,7 +179,7 @@ def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
     sources.add(*read_file(path))
     sources.add(*read_environment())
     for flag in flags:
-        key = _key(flag.key)
+        key = tuple(flag.key.split("."))
         put(sources.values, key, folder_or_name(Path(), flag.value) if key == MODEL_KEY else flag.value)
         sources.origins[key] = flag.flag
     _check_names(sources)
@@ -212,7 +213,7 @@ def _check_names(sources: Sources) -> None:
 def explain(error: ValidationError, sources: Sources) -> str:
     """Say in one line which value is wrong, and a value that works."""
     first, *more_errors = error.errors(include_url=False)
-    also = ", ".join(_key_text(_key_of(detail)) for detail in more_errors[:5])
+    also = ", ".join(".".join(_key_of(detail)) for detail in more_errors[:5])
     more = f" (also wrong: {also})" if also else ""
     return _explain_one(first, sources) + more
 
@@ -226,28 +227,18 @@ def _explain_one(detail: ErrorDetails, sources: Sources) -> str:
     origin = sources.origin(key)
     if detail["type"] == "extra_forbidden":
         siblings = _fields_at(key[:-1])
-        hint = did_you_mean(key[-1], siblings) or f"; [{_key_text(key[:-1])}] has {', '.join(siblings)}"
-        return f"{_key_text(key)} ({origin}) is not a setting{hint}"
+        hint = did_you_mean(key[-1], siblings) or f"; [{'.'.join(key[:-1])}] has {', '.join(siblings)}"
+        return f"{'.'.join(key)} ({origin}) is not a setting{hint}"
     field = _field_at(key)
     if detail["type"] == "missing":
-        return (
-            f"{_key_text(key)} is not set: add {key[-1]} = {_example(field)} under [{_key_text(key[:-1])}] in run.toml"
-        )
+        return f"{'.'.join(key)} is not set: add {key[-1]} = {_example(field)} under [{'.'.join(key[:-1])}] in run.toml"
     value = toml_text(detail["input"])[:_SHOWN_CHARACTERS_MAX]
     if detail["type"] in {"model_type", "dict_type"}:
-        return f"{_key_text(key)} is {value} ({origin}): it must be a table, [{_key_text(key)}]"
+        return f"{'.'.join(key)} is {value} ({origin}): it must be a table, [{'.'.join(key)}]"
     reason = re.sub(r"^(Value error, |Assertion failed, )", "", detail["msg"])
     reason = re.sub(r"^Input should be a valid (\w+)(, .*)?$", r"it must be of type \1", reason)
     reason = re.sub(r"^(Input|String|Tuple|Value) should ", "it must ", reason)
-    return f"{_key_text(key)} is {value} ({origin}): {reason}; for example {key[-1]} = {_example(field)}"
-
-
-def _key(text: str) -> Key:
-    return tuple(text.split("."))
-
-
-def _key_text(key: Key) -> str:
-    return ".".join(key)
+    return f"{'.'.join(key)} is {value} ({origin}): {reason}; for example {key[-1]} = {_example(field)}"
 
 
 def _fields_at(key: Key) -> dict[str, FieldInfo]:
@@ -357,20 +348,16 @@ def _check_ports(config: NodeConfig) -> None:
 def _is_same_place(host: str, other_host: str) -> bool:
     """Whether one port can't be had at both. Names but localhost are not looked up: this may be another machine."""
     hosts = {"127.0.0.1" if name == "localhost" else name for name in (host, other_host)}
-    return len(hosts) == 1 or any(_is_everywhere(name) for name in hosts)
-
-
-def _is_everywhere(host: str) -> bool:
-    """Whether it stands for all interfaces, of both families: so does gRPC take either."""
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
+    for name in hosts:
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_address(name).is_unspecified:  # all interfaces, of both families: gRPC takes either
+                return True
+    return len(hosts) == 1
 
 
 def _refuse(config: NodeConfig, key: str, reason: str) -> None:
     value: Any = config
-    *path, name = _key(key)
+    *path, name = tuple(key.split("."))
     for key_part in path:
         value = value[key_part] if isinstance(value, Mapping) else getattr(value, key_part)
     raise ConfigError(f"{key} is {toml_text(getattr(value, name))} ({config.origin(key)}): {reason}")

@@ -56,7 +56,10 @@ def critical_path(documents: Sequence[Document]) -> CriticalPath | None:
     rounds = [row for row in recent if _is_committed(row)]
     if not rounds:
         return None
-    spent = {phase: phase_mean(rounds, phase) for phase in ("gather", "reduce", "commit", "apply")}
+    spent = {
+        phase: fmean(number(section(row, "phases"), phase) or 0.0 for row in rounds)  # one that is not known: none
+        for phase in ("gather", "reduce", "commit", "apply")
+    }
     waits_for = [section(row, "waited_for") for row in rounds]
     waits = Counter((text(late, "region"), text(late, "phase")) for late in waits_for if late)
     return CriticalPath(
@@ -67,11 +70,6 @@ def critical_path(documents: Sequence[Document]) -> CriticalPath | None:
         waits=tuple(waits.most_common()),
         seen_from=seen_from,
     )
-
-
-def phase_mean(log: Sequence[Document], phase: str) -> float:
-    """Mean seconds of a phase; a round that does not know it counts as none."""
-    return fmean(number(section(row, "phases"), phase) or 0.0 for row in log) if log else 0.0
 
 
 def cost_of(log: Sequence[Document], region: str, phase: str) -> float | None:

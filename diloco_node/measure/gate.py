@@ -58,17 +58,20 @@ class MeasuringGate:
         """
         if self._running is not None:
             return f"busy with another measurement: {self.describe(now_ns=now_ns)}; try again"
-        if requester is not None and self.is_bounded and not self._may_take(requester, bytes_max, now_ns):
+        if (
+            requester is not None
+            and self.is_bounded
+            and not (
+                # A bucket lets through what is over its burst when it is full: a measurement could never be paid back.
+                bytes_max <= REQUEST_BYTES_SAVED_MAX and self._bytes[requester].try_spend(bytes_max, now_ns=now_ns)
+            )
+        ):
             return (
                 f"{requester} has asked for too many bytes lately: a peer may have {REQUEST_BYTES_SAVED_MAX} bytes "
                 f"measured at once, and {REQUEST_BYTES_PER_S} bytes/s in the long run; wait, or measure for less time"
             )
         self._running = _Admitted(purpose, requester, now_ns, bytes_max)
         return ""
-
-    def _may_take(self, requester: str, bytes_max: int, now_ns: int) -> bool:
-        # A bucket lets through what is over its burst when it is full: a measurement could never be paid back.
-        return bytes_max <= REQUEST_BYTES_SAVED_MAX and self._bytes[requester].try_spend(bytes_max, now_ns=now_ns)
 
     def end(self, *, used_bytes: int) -> None:
         """It is over; of its bytes so many were used."""

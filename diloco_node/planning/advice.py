@@ -174,7 +174,7 @@ def verdict(plan: Plan) -> str:
         rate = "" if plan.network.has_limits else ", whatever the rate"
         return (
             f"does not fit{rate}: a cycle of H = {plan.workload.settings.sync_every} steps is {_too_short(plan)} too "
-            f"short; {_decides(plan)}; as it is, each fragment is merged every {_steps_now(plan)} steps"
+            f"short; {_decides(plan)}; as it is, each fragment is merged every {float(plan.sync_every_kept):.1f} steps"
         )
     if not plan.network.has_limits:
         return "fits, as far as delays go: neither a budget nor a mesh was given"
@@ -207,10 +207,6 @@ def _flight(plan: Plan) -> str:
         f"a round takes {float(steps):.2f} steps and at most {open_words} open at once, but one is due every "
         f"{'step' if period == 1 else f'{_number(period)} steps'}"
     )
-
-
-def _steps_now(plan: Plan) -> str:
-    return f"{float(plan.sync_every_kept):.1f}"
 
 
 def _number(value: Fraction) -> str:
@@ -250,13 +246,9 @@ def budget_warning(
     changes = find_changes(plan)
     remedy = "; any one of these would do: " + "; ".join(str(change) for change in changes) if changes else ""
     return (
-        f"the schedule can't be kept within the budget, H = {settings.sync_every} at {_seconds(step_time_ns)} a step: "
-        f"{_decides(plan)}; each fragment is merged every {_steps_now(plan)} steps instead{remedy}"
+        f"the schedule can't be kept within the budget, H = {settings.sync_every} at {step_time_ns / NS_PER_S:.3g} s a "
+        f"step: {_decides(plan)}; each fragment is merged every {float(plan.sync_every_kept):.1f} steps instead{remedy}"
     )
-
-
-def _seconds(ns: int) -> str:
-    return f"{ns / NS_PER_S:.3g} s"
 
 
 def format_rate(bytes_per_s: float | Fraction) -> str:
