@@ -65,7 +65,6 @@ def _final(folder: Path) -> str:
 
 
 def _changes(config: NodeConfig, node_file: Path) -> list[str]:
-    """Settings that differ from those of the last start."""
     from diloco_node.config.schema import FIXED_IN_A_RUN
     from diloco_node.core.settings_body import LEDGER_KEYS
     from diloco_node.daemon.spec import NodeSpec

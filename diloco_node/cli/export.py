@@ -112,7 +112,6 @@ def export(
 
 
 def _read_model(place: str, version: int | None, step: int | None) -> MergedModel:
-    """Read the model that the options name. Raises ConfigError: they name two."""
     from diloco_node.daemon.checkpoint_copies import copies_at
     from diloco_node.daemon.export_source import read_merged, read_merged_past
     from diloco_node.daemon.run_files import region_folders
@@ -177,7 +176,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _file_digests(folder: Path) -> dict[str, dict[str, Any]]:
-    """Bytes and BLAKE3 of each file, by its path in the folder."""
     from blake3 import blake3
 
     return {
@@ -213,7 +211,6 @@ def _model_source(model: MergedModel, config: Path | None, base: Path | None) ->
 
 
 def _hub_config(name: str) -> dict[str, Any]:
-    """The config of a model that has a name on the hub, from the cache of its libraries."""
     try:
         from transformers import PretrainedConfig
 

@@ -82,7 +82,6 @@ def init(
 
 
 def _check_free(folder: Path, *names: str) -> None:
-    """Refuse to write over what is there, with ConfigError."""
     try:
         paths = [path for path in (folder / name for name in names) if path.exists()]
     except OSError as error:
@@ -96,7 +95,6 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 
 
 def _answer(flag: str | None, question: str, default: str | None, is_silent: bool) -> str:
-    """The flag, else the answer, else the default."""
     if flag is not None:
         return flag
     if not is_silent:

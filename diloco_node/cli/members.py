@@ -247,7 +247,6 @@ def change_members(
 
 
 def _members(folder: Path) -> tuple[str, dict[str, Any]]:
-    """The run's name, and its members as the region with this state folder has them. Raises PeersUnreachable."""
     from diloco_node.cli.admin_client import ask_in
 
     document = ask_in(folder)

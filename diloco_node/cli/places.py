@@ -113,7 +113,6 @@ def copies_or_run(place: str) -> str | Path:
 
 
 def _settings(place: str | None, config: Path | None, file: str) -> NodeConfig:
-    """Read run.toml, which names the regions. Raises ConfigError: it is not there, is wrong, or has no such region."""
     if place is not None and not _has_run(config):
         raise ConfigError(f"{place!r} is no folder with {file}, and there is no run.toml here: {CONVENTION}")
     settings = load(config)

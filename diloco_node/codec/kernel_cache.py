@@ -89,7 +89,6 @@ def _candidates() -> Iterator[Path]:
 
 
 def _refusal(folder: Path) -> str:
-    """Why machine code can't be kept there; empty if it can."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.stat()

@@ -73,7 +73,6 @@ def changed_settings(settings: RunSettings, assignments: Sequence[str]) -> Setti
 
 
 def _check_key(key: str) -> None:
-    """Refuse a setting that does not change in a run in this way. Raises ConfigError."""
     field = _field(key)
     if (kind := changes(field)) != "set":
         raise ConfigError(f"{key} can't be set in a run: {_REASONS.get(key, '')}{_WAYS[kind]}")

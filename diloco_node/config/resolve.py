@@ -242,7 +242,6 @@ def _explain_one(detail: ErrorDetails, sources: Sources) -> str:
 
 
 def _fields_at(key: Key) -> dict[str, FieldInfo]:
-    """The fields of a section."""
     if key[:1] == ("regions",):
         return RegionSection.model_fields
     if key[:2] in _BUDGET_TABLES and len(key) > 2:

@@ -119,7 +119,6 @@ def starting_peers(document: Document) -> list[str]:
 
 
 def _is_unheard(peer: Document) -> bool:
-    """Whether nothing was heard of a peer since this daemon came."""
     return number(peer, "rtt_seconds") is None and not number(peer, "applied_index")
 
 
@@ -256,7 +255,6 @@ def _standings(document: Document) -> Iterator[Finding]:
 
 
 def _outweighs(document: Document, row: Document, peers: Sequence[Document]) -> str:
-    """Explain how far a region is above the others in tokens per step or weight; empty if it is not."""
     ratio_max = number(document, "tokens_ratio_max") or math.inf
     for key, form, words in (
         ("tokens_per_step", ".4g", "counts {} tokens a step, the others' median is {}"),

@@ -150,7 +150,6 @@ def _hash_of(row: dict[str, Any]) -> tuple[int, bool]:
 
 
 def _is_own(row: dict[str, Any], *, flags: torch.Tensor, rank: int, ranks: int) -> bool:
-    """Whether a row of a stream is this rank's, by the owners that its region knows now."""
     number, is_held_out = _hash_of(row)
     return not is_held_out and owns(flags, number % SHARDS) and number // SHARDS % ranks == rank
 

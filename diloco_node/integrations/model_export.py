@@ -171,7 +171,6 @@ def save_adapter(folder: Path, tensors: Mapping[str, F32], source: Path | None, 
 
 
 def _check_same(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare with the adapter that the config lies beside, if one does. Raises ConfigError: it is another one."""
     if not path.is_file():
         return
     try:

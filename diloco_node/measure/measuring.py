@@ -200,7 +200,6 @@ class Measuring:
     async def _link(
         self, peer: str, request: msg.LinkTestRequested, *, is_sending: bool
     ) -> tuple[msg.LinkMeasured, int]:
-        """See `link`; with the bytes that flowed."""
         self._check_link(peer)
         echoes = await self.echoes.measure(peer, request.probes_ns / NS_PER_S)
         times = FlowTimes(request.warm_up_ns or warm_up_ns(echoes.p50_ns), request.span_ns)

@@ -267,7 +267,6 @@ def _kill_group(pid: int, number: int) -> None:
 
 
 def _left_behind(marks: list[bytes]) -> list[int]:
-    """Processes whose environment holds all of these settings; ascending."""
     pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():

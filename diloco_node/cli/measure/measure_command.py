@@ -70,8 +70,6 @@ def serve(*, region: RegionOption = None, config: ConfigOption = None, as_json: 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """From where to measure, how long, and with what limits, as the user said."""
-
     config: Path | None
     region: str | None
     alone: bool

@@ -140,7 +140,6 @@ def _mark(origin: str) -> str:
 
 
 def _spare(plan: Plan) -> Iterable[str]:
-    """Describe what a plan that fits could do with what is left."""
     least = sync_every_min(plan)
     if not plan.fits or not plan.network.has_limits or least is None:
         return

@@ -140,7 +140,6 @@ class ByteGPT(nn.Module):
         self.register_buffer("rotary_sine", sine, persistent=False)
 
     def _place(self, name: str, value: Tensor) -> None:
-        """Register a parameter under its dotted name, making the modules on the way."""
         *path, leaf = name.split(".")
         owner: nn.Module = self
         for name_part in path:

@@ -214,7 +214,6 @@ class Trainer:
         return Outcome(steps, steps * tokens_per_step, first_loss, last_loss, val_loss, everybodys)
 
     def _finite(self, loss: Tensor, step: int) -> float:
-        """Read a loss. Raises LearnerError: it is not finite."""
         value = float(loss)
         if not math.isfinite(value):
             raise LearnerError(f"the loss is {value} at step {step}: lower model.lr (now {self.settings.lr})")
@@ -235,7 +234,6 @@ class Trainer:
         return loss.detach(), norm
 
     def _evaluate(self, diloco: Diloco, steps: int, loss: float | None) -> tuple[float | None, float | None]:
-        """Held-out loss of the own and of the global parameters; the daemon gets it too."""
         held_out = self.corpus.held_out_windows(self.settings.eval_windows, self.settings.context)
         is_cut = self.place.ranks > 1 and self.settings.shard == "fsdp"
         if self.place.rank and not is_cut:
