@@ -1,4 +1,4 @@
-"""Output of `measure` for people: the documents of `measure.documents` as tables."""
+"""Output of `measure` for people: the documents of `measure.measurement` as tables."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from diloco_node.cli.plan.inputs import read_mesh
 from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
 from diloco_node.main import main
-from diloco_node.measure.documents import flow_document, latency_document, pair_document
+from diloco_node.measure.measurement import flow_document, latency_document, pair_document
 from diloco_node.measure.requester import FlowMeasured
 from diloco_node.measure.samples import summarise_rtts
 from diloco_node.state_names import ADMIN_SOCKET_NAME, ADMIN_TOKEN_NAME
