@@ -1,4 +1,4 @@
-"""measure/documents.py: the numbers of a document, each from those that a person can check."""
+"""measure/measurement.py: the numbers of a document, each from those that a person can check."""
 
 from dataclasses import replace
 
