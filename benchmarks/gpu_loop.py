@@ -20,8 +20,7 @@ from torch import Tensor
 
 import diloco_node
 from diloco_node.core.types import RunSettings
-from diloco_node.planning.plan import FragmentSize, Workload, storage
-from diloco_node.planning.sizes import fragment_sizes
+from diloco_node.planning.plan import FragmentSize, Workload, fragment_sizes, storage
 
 SLOWER_MAX: Final = 0.01
 TIMES: Final = ("host_ms", "device_ms", "inside_ms")

@@ -22,8 +22,7 @@ from typing import Any, Final
 
 from diloco_node.core.types import RunSettings
 from diloco_node.lab.demo.region_processes import RegionProcess, free_ports
-from diloco_node.planning.plan import Workload, storage
-from diloco_node.planning.sizes import even_sizes
+from diloco_node.planning.plan import Workload, even_sizes, storage
 from diloco_node.transport.authority import init_run
 
 FRAGMENTS: Final = 24

@@ -22,16 +22,10 @@ _unique = itertools.count()
 def replace_file(
     path: Path, data: bytes | Sequence[bytes | memoryview], *, is_durable: bool, mode: int = 0o644
 ) -> None:
-    """Write a file under a temporary name, then rename it.
+    """Write a file under a temporary name, then rename it. Raises OSError: the disk refused; the old file is untouched.
 
-    Args:
-        path: the file; an old one of that name stays whole until the new one is.
-        data: its bytes, or parts of them in order. Parts are C-contiguous, and are not changed.
-        is_durable: sync the file before, and its folder after the rename, so that a power cut leaves old or new.
-        mode: of the new file, less what the umask takes.
-
-    Raises:
-        OSError: the disk refused; the old file, if any, is untouched.
+    data: its bytes, or C-contiguous parts of them in order. is_durable: sync the file before, and its folder after the
+    rename, so that a power cut leaves old or new. mode: of the new file, less what the umask takes.
     """
     temporary = path.with_name(f"{path.name}.{next(_unique)}{TMP_SUFFIX}")
     try:

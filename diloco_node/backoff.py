@@ -12,11 +12,7 @@ class Backoff:
         self._next_s = min_s
 
     def next_s(self, *, at_least_s: float = 0.0) -> float:
-        """Return the wait before the next attempt, and double the one after it.
-
-        Args:
-            at_least_s: a floor for this wait, such as after an offence; the next ones double from there.
-        """
+        """Return the wait before the next attempt, at least so long, and double the one after it."""
         wait_s = max(self._next_s, at_least_s)
         self._next_s = min(2 * wait_s, self.max_s)
         return wait_s

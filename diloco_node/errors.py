@@ -1,28 +1,5 @@
 """Every error that diloco-node raises on purpose.
 
-::
-
-    DilocoError
-    +-- ConfigError            settings or usage are wrong; exit code 2
-    +-- BindError              a port or socket can't be taken; exit code 3
-    +-- IdentityError          our own certificate or key is wrong; exit code 4
-    +-- PeerError              a peer misbehaves or is gone: drop the link, keep the node
-    |   +-- LinkLost
-    |   |   +-- PeerCertificateRefused
-    |   +-- ProtocolViolation  a message against the schema, the limits or the state
-    |   +-- PayloadCorrupt     bytes that don't decode to what their header says, or non-finite values
-    |   +-- PeerIncompatible   another run, version or manifest; names the field that differs
-    |   +-- RateExceeded       more than an honest peer sends: it is read more slowly, the link stays
-    +-- PeersUnreachable       nobody answers; exit code 5
-    +-- StorageError           disk: full, damaged, in use; exit code 6
-    |   +-- DiskRefused        full, read-only, failing: what is there stays as it is, and another try may go through
-    |   +-- StoreRefused       a bucket of copies: no credentials, no network, full
-    |   +-- LedgerLost         entries that were durable can't be read any more, and the disk does not let go of its id
-    |   +-- LedgerGone         the same, and the id is gone: the next process begins again as another folder
-    +-- SupersededError        a newer process has this identity, or another version runs; exit code 7
-    +-- LearnerError           the training process broke its side of the contract
-    +-- InvalidTransition      a bug of ours: a state machine got an event it has no arrow for
-
 Each class has a code (`E-...`) and a remedy; `diloco-node help CODE` prints them with the first line of its docstring.
 A message says what happened, to which peer and fragment, what was expected and found (with units), and what to do next.
 """

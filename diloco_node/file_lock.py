@@ -9,14 +9,10 @@ from diloco_node.errors import DiskRefused
 
 
 def lock_file(descriptor: int, path: Path, *, waits: bool = False) -> None:
-    """Hold an open file's lock until the descriptor is closed.
+    """Hold an open file's lock until the descriptor is closed. path: for the message. waits: for another process.
 
-    Args:
-        path: of the file, for the message. waits: until another process lets it go.
-
-    Raises:
-        BlockingIOError: another process holds it.
-        DiskRefused: the file system gives no locks, which says nothing about other processes.
+    Raises BlockingIOError: another process holds it. DiskRefused: the file system gives no locks, which says nothing
+    about other processes.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))

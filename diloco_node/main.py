@@ -20,14 +20,7 @@ add_examples(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: without the program's name; None: those of the process.
-
-    Returns:
-        The exit code.
-    """
+    """Run the command line; None: that of the process. Returns the exit code."""
     return run(app, arguments)
 
 

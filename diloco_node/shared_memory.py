@@ -59,11 +59,9 @@ class _Area:
 class PlaceMark:
     """Where a learner stands, as it writes it at each step boundary: what its death would lose, and why it pauses.
 
-    Attributes:
-        pid: of its rank 0. step: of its incarnation. included_step: of the fragment that was merged least.
-        checkpoint_step: of the newest checkpoint on disk; -1: none of this process.
-        since_s, limit_s: monotonic begin of a pause that the loop has announced, and how long it may last.
-        activity: of the pause; empty: the loop makes steps.
+    pid: of its rank 0. step: of its incarnation. included_step: of the fragment that was merged least. checkpoint_step:
+    of the newest checkpoint on disk; -1: none of this process. since_s, limit_s: monotonic begin of a pause that the
+    loop has announced, and how long it may last. activity: of the pause; empty: the loop makes steps.
     """
 
     pid: int
@@ -105,15 +103,9 @@ PLACE_BYTES: Final = _PLACE.size
 
 
 class MemoryStore:
-    """Creates memfd areas and serves them over a Unix socket to processes of the same user.
+    """Creates memfd areas and serves them over a Unix socket to processes of the same user. Raises BindError.
 
-    Use as a context manager. The areas live until `close`. A single thread serves; requests are tiny.
-
-    Args:
-        path: where the socket is bound; a stale socket file there is replaced.
-
-    Raises:
-        BindError: the path can't be bound.
+    A context manager. The areas live until `close`; a stale socket file is replaced. A single thread serves.
     """
 
     def __init__(self, path: Path) -> None:
@@ -218,17 +210,8 @@ def _create(name: str, size_bytes: int) -> int:
 
 
 def request_area(path: Path, name: str, size_bytes: int) -> mmap.mmap:
-    """Map the area of this name and size, shared with every other process that maps it.
-
-    Args:
-        path: the store's socket. name: lower-case letters, digits, - and _. size_bytes: exact.
-
-    Returns:
-        A shared, writable mapping; zero bytes if the area is new. The caller closes it.
-
-    Raises:
-        LearnerError: the store does not answer, or refuses.
-    """
+    """Map the area of this name and exact size, shared with every other process that maps it; writable, and zero bytes
+    if it is new. The caller closes it. Raises LearnerError: the store does not answer, or refuses."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as connection:
         connection.settimeout(REQUEST_TIMEOUT_S)
         try:

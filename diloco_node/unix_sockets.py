@@ -31,8 +31,7 @@ def socket_path(state_dir: Path, name: str) -> Path:
     In the state folder where the path fits into a socket address (107 bytes), else in a folder of the user under the
     temporary directory, named after the state folder.
 
-    Raises:
-        BindError: the folder under the temporary directory is not the user's own.
+    Raises BindError: the folder under the temporary directory is not the user's own.
     """
     direct = state_dir.resolve() / name
     if len(os.fsencode(direct)) <= SOCKET_PATH_BYTES_MAX:
@@ -57,11 +56,7 @@ def peer_uid(connection: socket.socket) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The identity of a process of this machine.
-
-    Attributes:
-        start_ticks: when the kernel started it, since the machine was booted. boot: which boot.
-    """
+    """The identity of a process of this machine. start_ticks: when the kernel started it, since the boot."""
 
     pid: int
     start_ticks: int

@@ -28,11 +28,7 @@ ANSWER_BYTES_MAX: Final = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A region whose admin port is asked.
-
-    Attributes:
-        name: the region's, until it answers with its own. folder: its state folder; None: only the port is known.
-    """
+    """A region whose admin port is asked. folder: its state folder; None: only the port is known."""
 
     name: str
     port: int
@@ -47,8 +43,6 @@ class Target:
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
     def __init__(self, path: Path, timeout_s: float) -> None:
         super().__init__("localhost", timeout=timeout_s)
         self._path = path
@@ -61,10 +55,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def target_in(folder: Path) -> Target:
-    """The region whose state folder this is.
-
-    Raises ConfigError: its port file is damaged. OSError: there is none, or it can't be read.
-    """
+    """The region with this state folder. Raises ConfigError: its port file is damaged. OSError: it can't be read."""
     file = folder / ADMIN_PORT_NAME
     text = file.read_text().strip()
     if not (text.isascii() and text.isdigit()):
@@ -131,10 +122,7 @@ def ask_in(folder: Path) -> dict[str, Any]:
 def post(
     folder: Path, path: str, document: Mapping[str, Any], *, timeout_s: float | None = None
 ) -> Iterator[http.client.HTTPResponse]:
-    """POST a JSON object to the daemon with this state folder, and yield its answer to be read.
-
-    Args:
-        path: below /api/v1/. timeout_s: of each wait for the daemon; None: TIMEOUT_S.
+    """POST a JSON object to /api/v1/PATH of the daemon with this state folder, and yield its answer to be read.
 
     Raises OSError, HTTPException: it does not answer, or its token can't be read.
     """
@@ -147,13 +135,8 @@ def post(
 
 
 def order(folder: Path, path: str, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Give an order to the daemon with this state folder, and return its answer.
-
-    Args:
-        path: below /api/v1/.
-
-    Raises ConfigError: it refuses. PeersUnreachable: it does not answer.
-    """
+    """Give an order (/api/v1/PATH) to the daemon with this state folder, and return its answer. Raises ConfigError: it
+    refuses. PeersUnreachable: it does not answer."""
     try:
         with post(folder, path, document) as answer:
             body = dict(json.loads(answer.read(ANSWER_BYTES_MAX)))

@@ -115,13 +115,7 @@ def operator_app() -> typer.Typer:
 
 
 def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
-    """Run one command of an application.
-
-    Args:
-        app: as `operator_app` builds it. arguments: without the program's name; None: those of the process.
-
-    Returns: the exit code.
-    """
+    """Run one command of an application; None: the words of the process. Returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     # What follows `--` belongs to the user's own command, also a `--debug` in it.
     at = words.index("--") if "--" in words else len(words)

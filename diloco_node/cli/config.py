@@ -68,7 +68,6 @@ def set_in_run(
 
 
 def _explain(key: str, rows: list[tuple[str, str, str]]) -> None:
-    """Print one setting with the words of docs/settings.md."""
     from diloco_node.config.reference import explanation
 
     if not rows:

@@ -8,21 +8,17 @@ from typing import TYPE_CHECKING
 from diloco_node.config.urls import is_url
 from diloco_node.errors import ConfigError
 from diloco_node.escaping import escaped
+from diloco_node.state_names import NODE_NAME
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
 
 
-def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str, list[str]]:
+def check_begun(config: NodeConfig, region: str) -> tuple[str, list[str]]:
     """Compare run.toml with the run that has begun here, if one has.
 
-    Args:
-        node_file: name of the file in the region's folder that holds what it was started with last.
-
     Returns: a line when the run is finished here, and not to go on, else ""; a line for each change with this start.
-
-    Raises ConfigError: the folder is of another run, or a setting differs that can't change in a run. No run has begun,
-    and the earlier version that it is to begin with can't be had.
+    Raises ConfigError: another run, a setting that can't change, or an earlier version that can't be had.
     """
     from diloco_node.config.setting_texts import difference_lines
     from diloco_node.core.rounds.extension import extension
@@ -40,7 +36,7 @@ def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str
     founders = [name for name, section in config.regions.items() if not section.joined]
     has_joined = config.regions[region].joined > 0
     record.check(folder, run_id=config.run.id, founders=record.genesis.regions if has_joined else founders)
-    lines = _changes(config, folder / node_file)
+    lines = _changes(config, folder / NODE_NAME)
     if record.settings is not None:
         lines += difference_lines(config.shared_settings(), record.settings)
     if extension(record.end, config.run_settings()) is not None:
@@ -69,7 +65,6 @@ def _final(folder: Path) -> str:
 
 
 def _changes(config: NodeConfig, node_file: Path) -> list[str]:
-    """Settings that differ from those of the last start."""
     from diloco_node.config.schema import FIXED_IN_A_RUN
     from diloco_node.core.settings_body import LEDGER_KEYS
     from diloco_node.daemon.spec import NodeSpec

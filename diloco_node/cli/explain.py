@@ -19,12 +19,8 @@ PAGE: Final = "docs/errors.md"
 
 @dataclass(frozen=True, slots=True)
 class CodeHelp:
-    """A code for people.
-
-    Attributes:
-        meaning: one or two sentences. exit_code: of a command that ends with it; None: it ends none. remedy: what to
-            do. link: the page that says more.
-    """
+    """A code for people. meaning: one or two sentences. exit_code: None: it ends no command. link: the page that says
+    more."""
 
     code: str
     meaning: str
@@ -35,19 +31,12 @@ class CodeHelp:
 
 def explanations() -> dict[str, CodeHelp]:
     """Collect the explanations of errors and alerts, by code."""
-    return {entry.code: entry for entry in sorted((*_of_errors(), *_of_alerts()), key=lambda entry: entry.code)}
-
-
-def _of_errors() -> Iterator[CodeHelp]:
+    entries = [CodeHelp(kind.code, kind.meaning, None, kind.hint, "docs/alerts.md") for kind in ALERT_KINDS]
     for _, kind in inspect.getmembers(errors, inspect.isclass):
         if issubclass(kind, DilocoError):
             meaning = inspect.getdoc(kind) or kind.__name__
-            yield CodeHelp(kind.code, meaning, kind.exit_code, kind.remedy, f"{PAGE}#{kind.code.lower()}")
-
-
-def _of_alerts() -> Iterator[CodeHelp]:
-    for kind in ALERT_KINDS:
-        yield CodeHelp(kind.code, kind.meaning, None, kind.hint, "docs/alerts.md")
+            entries.append(CodeHelp(kind.code, meaning, kind.exit_code, kind.remedy, f"{PAGE}#{kind.code.lower()}"))
+    return {entry.code: entry for entry in sorted(entries, key=lambda entry: entry.code)}
 
 
 def explain(

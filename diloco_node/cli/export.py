@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from diloco_node.daemon.export_source import MergedModel
-    from diloco_node.integrations.hf_export import SavedModel
+    from diloco_node.integrations.model_export import SavedModel
     from diloco_node.storage.object_store import Objects
 
 REPORT_NAME: Final = "export.json"
@@ -85,9 +85,7 @@ def export(
     Nothing in the region's folder is changed, and a daemon may run on it.
     """
     from diloco_node.core.merge.adapter_names import has_adapters
-    from diloco_node.integrations.adapter_export import save_adapter
-    from diloco_node.integrations.dcp_export import save_dcp
-    from diloco_node.integrations.hf_export import save_model
+    from diloco_node.integrations.model_export import save_adapter, save_dcp, save_model
 
     model = _read_model(place, version, step)
     is_dcp, is_adapter = form is ExportForm.DCP, has_adapters(model.tensors)
@@ -114,7 +112,6 @@ def export(
 
 
 def _read_model(place: str, version: int | None, step: int | None) -> MergedModel:
-    """Read the model that the options name. Raises ConfigError: they name two."""
     from diloco_node.daemon.checkpoint_copies import copies_at
     from diloco_node.daemon.export_source import read_merged, read_merged_past
     from diloco_node.daemon.run_files import region_folders
@@ -179,7 +176,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _file_digests(folder: Path) -> dict[str, dict[str, Any]]:
-    """Bytes and BLAKE3 of each file, by its path in the folder."""
     from blake3 import blake3
 
     return {
@@ -215,7 +211,6 @@ def _model_source(model: MergedModel, config: Path | None, base: Path | None) ->
 
 
 def _hub_config(name: str) -> dict[str, Any]:
-    """The config of a model that has a name on the hub, from the cache of its libraries."""
     try:
         from transformers import PretrainedConfig
 

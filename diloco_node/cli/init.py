@@ -34,12 +34,8 @@ LOOPBACK: Final = "localhost"
 
 @dataclass(frozen=True, slots=True)
 class NewRun:
-    """Answers to the questions.
-
-    Attributes:
-        regions: HOST:PORT by name; None: it can't be dialled. script: the user's; None: the built-in trainer.
-        steps: 0: no end. budget: of each region, in and out; empty: none.
-    """
+    """Answers. regions: HOST:PORT by name; None: it can't be dialled. script: None: the built-in trainer. steps: 0: no
+    end."""
 
     run_id: str
     regions: dict[str, str | None]
@@ -86,7 +82,6 @@ def init(
 
 
 def _check_free(folder: Path, *names: str) -> None:
-    """Refuse to write over what is there, with ConfigError."""
     try:
         paths = [path for path in (folder / name for name in names) if path.exists()]
     except OSError as error:
@@ -100,7 +95,6 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 
 
 def _answer(flag: str | None, question: str, default: str | None, is_silent: bool) -> str:
-    """The flag, else the answer, else the default."""
     if flag is not None:
         return flag
     if not is_silent:
@@ -111,11 +105,8 @@ def _answer(flag: str | None, question: str, default: str | None, is_silent: boo
 
 
 def parse_regions(text: str) -> dict[str, str | None]:
-    """`us-east=203.0.113.10:7400,eu-west`, in that order.
-
-    Raises:
-        ConfigError: no region, one of them twice, or no name for one; addresses are checked with the whole of run.toml.
-    """
+    """`us-east=203.0.113.10:7400,eu-west`, in that order. Raises ConfigError; addresses are checked with all of
+    run.toml."""
     from diloco_node.core.shapes import REGION_NAMES, is_region_name
 
     regions: dict[str, str | None] = {}

@@ -72,12 +72,10 @@ def join_run(
     Where an earlier call has written it, only the number of changes is asked again, and only by an empty state folder:
     the region may have been removed and added again since.
 
-    Args:
-        region: this one. address: of any member, "host:port". flags, assignments: as for `load`; they are written, too.
+    region: this one. address: of any member, "host:port". flags, assignments: as for `load`; they are written, too.
 
-    Raises:
-        ConfigError: what stands in the way here. IdentityError: the certificate. PeersUnreachable: no member of the run
-            is there.
+    Raises ConfigError: what stands in the way here. IdentityError: the certificate. PeersUnreachable: no member of the
+    run is there.
     """
     from diloco_node.config.field_types import host_port_of
     from diloco_node.daemon.run_record import read_run_record
@@ -119,7 +117,6 @@ def _count_again(path: Path, folder: Path, identity: Identity, address: str, own
 
 
 def _write(path: Path, text: str) -> None:
-    """Put the text into the file. Raises StorageError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode(), is_durable=True)
@@ -134,7 +131,6 @@ def _say(text: str) -> None:
 
 
 def _check_written(config: NodeConfig, path: Path, region: str, run_id: str) -> None:
-    """Refuse a run.toml that is not the one that joining writes. Raises ConfigError."""
     if config.run.id != run_id or region not in config.regions:
         lack = "" if region in config.regions else f", without {region}"
         raise ConfigError(
@@ -144,7 +140,6 @@ def _check_written(config: NodeConfig, path: Path, region: str, run_id: str) -> 
 
 
 def _check_folder(folder: Path, run_id: str) -> None:
-    """Refuse a state folder of another run. Raises ConfigError."""
     from diloco_node.daemon.run_record import read_run_record
 
     record = read_run_record(folder)
@@ -157,13 +152,9 @@ def _check_folder(folder: Path, run_id: str) -> None:
 def _until_listed(
     folder: Path, identity: Identity, address: str, own_address: str | None, *, patience_s: float
 ) -> tuple[str, PeerAnswer]:
-    """Ask the member until it shows this region among the others.
+    """Ask the member until it shows this region among the others; the member's name, and its answer.
 
-    Args:
-        folder: of the certificate. address: the member's. own_address: where the others are to dial this region.
-        patience_s: how long nobody may answer, before the first answer.
-
-    Returns: the member's name, and its answer with the run.
+    own_address: where the others are to dial this region. patience_s: how long nobody may answer at first.
     """
     is_told = is_silence_told = False
     end_s = time.monotonic() + patience_s
@@ -222,7 +213,6 @@ def _ask(folder: Path, identity: Identity, address: str) -> tuple[str, str, Peer
 def _toml(
     region: str, address: str, peer: str, answer: PeerAnswer, *, flags: Flags, assignments: Sequence[str] | None
 ) -> str:
-    """The text of run.toml. Raises ConfigError: what the member shows can't be."""
     from diloco_node.wire.envelope import settings_difference
 
     run = answer.run
@@ -290,7 +280,6 @@ def _harmless(peer: str, key: str, value: Any) -> str:
 
 
 def _loaded(text: str, peer: str, flags: Flags, assignments: Sequence[str] | None) -> NodeConfig:
-    """The settings of a run.toml before it is written. Raises ConfigError."""
     with tempfile.TemporaryDirectory() as trial:
         (Path(trial) / CONFIG_NAME).write_text(text)
         try:

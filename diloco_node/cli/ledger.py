@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import time
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -51,7 +50,7 @@ def ledger(
                 typer.echo(base_line(reader.base, as_json=as_json))
             for entry in entries:
                 if entry.index >= first:
-                    typer.echo(json.dumps(as_document(entry)) if as_json else entry_line(entry))
+                    typer.echo(json.dumps(as_document(entry), default=bytes.hex) if as_json else entry_line(entry))
             last_index = max(last_index, reader.base.index + len(reader.entries))
             if not follow:
                 return
@@ -77,22 +76,9 @@ def base_line(base: LedgerBase, *, as_json: bool) -> str:
 
 
 def as_document(entry: Entry) -> dict[str, Any]:
-    """Describe an entry for JSON: fields of its body by name, bytes in hexadecimal, an enumeration by its value."""
-    body = {field.name: _plain(getattr(entry.body, field.name)) for field in dataclasses.fields(entry.body)}
+    """Describe an entry: fields of its body by name; its bytes are for `json.dumps(default=bytes.hex)`."""
     place = {"index": entry.index, "term": entry.term, "kind": kind_of(entry)}
-    return {**place, "body": body, "previous": entry.previous.hex(), "hash": entry.hash.hex()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return value
+    return {**place, "body": dataclasses.asdict(entry.body), "previous": entry.previous, "hash": entry.hash}
 
 
 def kind_of(entry: Entry) -> str:

@@ -222,14 +222,10 @@ def _change(
 def change_members(
     folder: Path, name: str, kind: str, key: Path, *, is_forced: bool = False, address: str | None = None
 ) -> tuple[str, ...]:
-    """Sign a change of the members, and give it to the region with this state folder.
+    """Sign a change of the members, give it to the region with this state folder, and return the voters after it.
 
-    Args:
-        name, kind: as in `MembershipBody`. key: the authority's.
-        address: of a region that is added, as there; None: it must be a member already.
-        is_forced: also where the next failure would stop merging then.
-
-    Returns: the voters after the change, which is made when a majority agrees.
+    address: of a region that is added; None: it must be a member already. is_forced: also where the next failure would
+    stop merging then.
 
     Raises DilocoError: the region does not answer, or refuses; or the key or the member is not there.
     """
@@ -251,7 +247,6 @@ def change_members(
 
 
 def _members(folder: Path) -> tuple[str, dict[str, Any]]:
-    """The run's name, and its members as the region with this state folder has them. Raises PeersUnreachable."""
     from diloco_node.cli.admin_client import ask_in
 
     document = ask_in(folder)

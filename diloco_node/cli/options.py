@@ -32,13 +32,10 @@ def load(
     values: Mapping[str, tuple[str, Any]] | None = None,
     assignments: Sequence[str] | None = None,
 ) -> NodeConfig:
-    """Resolve all settings.
+    """Resolve all settings. Raises ConfigError.
 
-    Args:
-        values: dotted key -> (flag as written, value); a value of None or () was not given.
-        assignments: "KEY=VALUE" of `--set`; a flag of its own beats it.
-
-    Raises ConfigError: says what is wrong.
+    values: dotted key -> (flag as written, value); a value of None or () was not given. assignments: "KEY=VALUE" of
+    `--set`; a flag of its own beats it.
     """
     from diloco_node.config.resolve import load_config
     from diloco_node.config.sources import Flag
@@ -55,13 +52,7 @@ def load(
 
 
 def parse_option(flag: str, text: str, parse: Callable[[str], T]) -> T:
-    """Parse the value of a flag.
-
-    Args:
-        flag: as written. parse: raises ValueError with the reason.
-
-    Raises ConfigError: it has another form.
-    """
+    """Parse the value of a flag by a function that raises ValueError with the reason. Raises ConfigError."""
     try:
         return parse(text)
     except ValueError as error:

@@ -66,31 +66,21 @@ def find_targets(places: Sequence[str], config: Path | None) -> list[Target]:
 
 def targets_in(place: str) -> list[Target]:
     """Find the regions in a folder, at most two levels below it, or the one at an admin port; empty: it is neither.
-
-    Raises ConfigError: a port file is damaged.
-    """
+    Raises ConfigError: a port file is damaged."""
     from diloco_node.cli.admin_client import Target, target_in
+    from diloco_node.cli.finished import finished_status
 
     if place.isascii() and place.isdigit() and 1 <= int(place) <= 65_535:
         return [Target(f"port {place}", int(place))]
     targets = [target_in(folder) for folder in folders_with(ADMIN_PORT_NAME, Path(place))]
     folders = [folder for folder in folders_with(NODE_NAME, Path(place)) if not (folder / ADMIN_PORT_NAME).exists()]
-    return targets + [Target(folder.resolve().name, 0, folder) for folder in folders if _is_finished(folder)]
-
-
-def _is_finished(folder: Path) -> bool:
-    """Whether the run is over in a region's folder, whose daemon is gone."""
-    from diloco_node.cli.finished import finished_status
-
-    return finished_status(folder) is not None
+    return targets + [
+        Target(folder.resolve().name, 0, folder) for folder in folders if finished_status(folder) is not None
+    ]
 
 
 def region_folder(place: str | None, config: Path | None, *, file: str = ADMIN_PORT_NAME) -> Path:
-    """Find the state folder of one region.
-
-    Args:
-        place: as the user gave it; None: the only region on this machine. file: the command needs it in the folder;
-            the default one is there when the region's daemon has run.
+    """Find the state folder of one region. place: None: the only one on this machine. file: the command needs it there.
 
     Raises ConfigError: the place is no region, or several; or no such region has that file here. PeersUnreachable: no
     such region's daemon has run here.
@@ -123,7 +113,6 @@ def copies_or_run(place: str) -> str | Path:
 
 
 def _settings(place: str | None, config: Path | None, file: str) -> NodeConfig:
-    """Read run.toml, which names the regions. Raises ConfigError: it is not there, is wrong, or has no such region."""
     if place is not None and not _has_run(config):
         raise ConfigError(f"{place!r} is no folder with {file}, and there is no run.toml here: {CONVENTION}")
     settings = load(config)
@@ -158,6 +147,7 @@ def _exists(path: Path) -> bool:
 
 def _targets_of_run(config: Path | None) -> list[Target]:
     from diloco_node.cli.admin_client import Target, target_in
+    from diloco_node.cli.finished import finished_status
 
     settings = load(config)
     targets = []
@@ -165,7 +155,7 @@ def _targets_of_run(config: Path | None) -> list[Target]:
         folder = settings.state_dir(name)
         if (folder / ADMIN_PORT_NAME).exists():
             targets.append(target_in(folder))
-        elif (folder / NODE_NAME).exists() and _is_finished(folder):
+        elif (folder / NODE_NAME).exists() and finished_status(folder):
             targets.append(Target(name, 0, folder))
         elif region.admin_port:
             targets.append(Target(name, region.admin_port))

@@ -103,7 +103,7 @@ def start(
     # A name with a dot would become a key of its own; the check names the regions there are.
     settings = load(config, flags if "." not in region else {}, assignments)
     settings.check_region(region)
-    end, changes = check_begun(settings, region, node_file=NODE_NAME)
+    end, changes = check_begun(settings, region)
     if end and not serve:
         from diloco_node.supervisor.service_manager import ServiceManager
 
@@ -124,7 +124,9 @@ def start(
     if serve:
         spec = serving_spec(spec)
         changes = ["serves until all other regions have told it that they have the end; Ctrl-C ends it before"]
-    for line in (*warnings(settings), *changes):
+    if len(settings.regions) == 2:
+        changes.append("with two regions merging stops when either is gone (training goes on); use three")
+    for line in changes:
         sys.stderr.write(f"diloco-node: {line}\n")
     from diloco_node.supervisor.supervisor import run_supervisor
 
@@ -153,11 +155,7 @@ def check_data(config: NodeConfig) -> None:
 
 
 def check_model(config: NodeConfig) -> None:
-    """Refuse a model of Hugging Face that its recipe can't train. The recipe says so itself, in a process of its own.
-
-    Raises:
-        ConfigError: the folder is not there, a library is not installed, or `hf_args` has an unknown or wrong value.
-    """
+    """Refuse a model of Hugging Face that its recipe can't train; the recipe says so itself. Raises ConfigError."""
     name = config.model.hf
     if name is None:
         return
@@ -211,13 +209,7 @@ def check_command(command: Sequence[str]) -> None:
 
 
 def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None:
-    """Refuse in one line what would stop the daemon at once.
-
-    Raises:
-        ConfigError: the command or the first parameters are not there.
-        IdentityError: certificate or key is wrong.
-        BindError: a port is taken.
-    """
+    """Refuse in one line what would stop the daemon at once. Raises ConfigError, IdentityError, BindError."""
     check_command(command)
     check_init(config)
     from diloco_node.transport.certificates import load_identity
@@ -233,8 +225,7 @@ def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None
 def check_port(host: str, port: int, setting: str) -> None:
     """Bind, let go. Without SO_REUSEPORT, so that it fails also where gRPC would share the port with another process.
 
-    Raises:
-        BindError: it is taken, or the address is not this machine's.
+    Raises BindError: it is taken, or the address is not this machine's.
     """
     if port == 0:
         return
@@ -251,22 +242,8 @@ def check_port(host: str, port: int, setting: str) -> None:
         ) from error
 
 
-def warnings(config: NodeConfig) -> list[str]:
-    """Facts that an operator should know before he relies on the region."""
-    count = len(config.regions)
-    if count == 2:
-        return [
-            "with two regions merging stops when either is gone (training goes on); use three",
-        ]
-    return []
-
-
 def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> SupervisorSpec:
-    """Write what daemon and trainer read into the region's folder; what to supervise.
-
-    Raises:
-        StorageError: the folder can't be written.
-    """
+    """Write what daemon and trainer read into the region's folder; what to supervise. Raises StorageError."""
     from diloco_node.storage.durable import make_folder
     from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 
@@ -319,10 +296,7 @@ def serving_spec(spec: SupervisorSpec) -> SupervisorSpec:
 
 
 def trainer_command(config: NodeConfig) -> list[str]:
-    """Command of the built-in trainer, or of the recipe for `model.hf`.
-
-    torchrun starts several ranks, at a port that it chooses itself.
-    """
+    """Command of the built-in trainer or the recipe. torchrun starts several ranks, at a port that it chooses."""
     module = TRAINER_MODULE if config.model.hf is None else RECIPE_MODULE
     ranks = config.model.ranks
     if ranks == 1:
@@ -332,10 +306,7 @@ def trainer_command(config: NodeConfig) -> list[str]:
 
 
 def preload_modules(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
-    """Modules of the process that learners are forked from. None of them: learners start afresh.
-
-    Where the learner is a launcher of ranks the supervisor says once that it can't be forked.
-    """
+    """Modules of the process that learners are forked from; none: they start afresh, as a launcher of ranks does."""
     trainer = TRAINER_PRELOAD if config.model.hf is None else (RECIPE_MODULE,)
     default = () if command else trainer
     modules = default if config.learner.preload is None else config.learner.preload

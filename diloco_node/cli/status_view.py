@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from diloco_node.cli.findings import finding_lines
-from diloco_node.cli.tables import COLUMNS, region_cells, region_lines, role_of, since, wrap_text
+from diloco_node.cli.tables import COLUMNS, finding_lines, region_cells, region_lines, role_of, since, wrap_text
 from diloco_node.health.health_summary import joint_alerts, joint_health
 from diloco_node.health.reading import duration, number, rows, section, text
 
@@ -17,11 +16,7 @@ ALERTS_MAX: Final = 8
 
 
 def status_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
-    """Lay out everything as lines.
-
-    Args:
-        documents: as `admin_client.ask` returns them. width: of the output in characters; None: no line is wrapped.
-    """
+    """Lay out everything as lines, of documents as `admin_client.ask` returns them. width: None: no line is wrapped."""
     table, seen_from = table_rows(documents)
     summary = (text(joint_health(documents), "line"), run_line(documents), held_out_line(documents))
     lines = [row for line in summary for row in wrap_text(line, width)]
@@ -68,10 +63,8 @@ def _of(run: Any, key: str, total_key: str) -> str:
 
 
 def table_rows(documents: Sequence[dict[str, Any]]) -> tuple[list[list[str]], str]:
-    """Make a row of cells (`tables.COLUMNS`) for each region of the run, and name the region that saw the others.
-
-    A region that was asked but did not answer keeps its row with the error.
-    """
+    """Make a row of COLUMNS for each region of the run, also for one that did not answer; name the one that saw the
+    others."""
     cells = [
         [document["region"], "down", *[""] * (len(COLUMNS) - 3), document["error"]]
         if "error" in document

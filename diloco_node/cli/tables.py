@@ -1,4 +1,4 @@
-"""Tables for people: the width of the output, amounts of bytes, and rows of regions."""
+"""Output for people: its width, tables, amounts of bytes, rows of regions, and findings."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
+from diloco_node.health.finding import Finding, Mark
 from diloco_node.health.reading import duration, number, rows, section, text
 
 UNITS: Final = ("B", "kB", "MB", "GB", "TB")
@@ -18,6 +19,10 @@ LEFT: Final = frozenset({"region", "role"})
 
 LEFT_OUT: Final = ("received", "sent", "tokens/s", "versions", "rounds")
 """Columns a narrow output goes without, the first one first."""
+
+SIGNS: Final = {Mark.FAILED: "×", Mark.WARNING: "‼", Mark.INFO: "i", Mark.UNKNOWN: "-", Mark.OK: "√"}
+PLAIN_SIGNS: Final = {Mark.FAILED: "xx", Mark.WARNING: "!!", Mark.INFO: "i", Mark.UNKNOWN: "--", Mark.OK: "ok"}
+"""For an output that can't show the others."""
 
 INDENT: Final = "  "
 UNIX_MAX: Final = 1e11
@@ -45,11 +50,9 @@ def human_bytes(count: float) -> str:
 def table_lines(
     columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], *, gap: int = 2, width: int | None = None
 ) -> list[str]:
-    """Lay out a table as lines, the heading first.
+    """Lay out a table as lines, the heading first. columns: (name, "left" or "right"). gap: between two columns.
 
-    Args:
-        columns: (name, "left" or "right"). rows: a cell for each of them. gap: between two columns.
-        width: the last column is wrapped to so many characters of the whole; None: it is not.
+    width: the last column is wrapped to so many characters of the whole; None: it is not.
     """
     names = [name for name, _ in columns]
     widths = [max(map(len, cells)) for cells in zip(names, *rows, strict=True)]
@@ -102,10 +105,7 @@ def role_of(status: dict[str, Any], name: str, role: str) -> str:
 
 
 def since(member: Mapping[str, Any]) -> str:
-    """Since when a region has its kind, by a row of the members: the entry of the ledger, and the time if it is known.
-
-    Only a region that was there has seen the time.
-    """
+    """Since when a row of the members has its kind: the entry of the ledger, and the time if this region was there."""
     unix, entry = number(member, "since_unix"), f"entry {number(member, 'since') or 0:.0f}"
     if unix is None or not 0 < unix < UNIX_MAX:
         return entry
@@ -113,12 +113,10 @@ def since(member: Mapping[str, Any]) -> str:
 
 
 def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Lay out a table of regions as lines, with the reason to wait indented below each row.
+    """Lay out rows of COLUMNS as lines, with the reason to wait below each. Columns that don't fit are left out
+    (LEFT_OUT).
 
-    Args:
-        rows: a cell for each of COLUMNS. width: of the output in characters; None: no line is wrapped or shortened.
-
-    Returns: the heading, then the rows. Columns that don't fit are left out, see LEFT_OUT.
+    width: of the output in characters; None: no line is wrapped or shortened.
     """
     hidden: list[str] = []
 
@@ -142,11 +140,8 @@ def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
 
 
 def wrap_text(text: str, width: int | None, *, first: str = "") -> list[str]:
-    """Wrap a paragraph to lines of at most `width` characters, or of a longer word; all but the first one indented.
-
-    Args:
-        text: no line comes back where it is empty. width: None: one line, however long. first: indents the first line.
-    """
+    """Wrap a paragraph to lines of at most `width` characters (None: one line), or of a longer word; none where it is
+    empty. All lines but the first are indented, and that by `first`."""
     paragraph = " ".join(text.split())
     if width is None:
         return [first + paragraph] if paragraph else []
@@ -159,3 +154,24 @@ def wrap_text(text: str, width: int | None, *, first: str = "") -> list[str]:
         break_on_hyphens=False,
         break_long_words=False,
     )
+
+
+def finding_lines(finding: Finding, width: int | None = None, *, page: str = "") -> list[str]:
+    """Show a finding in a line, and what helps in another. width: None: no wrapping. page: has a section per code."""
+    basis = f" ({finding.basis})" if finding.basis else ""
+    lines = wrap_text(f"{_signs()[finding.mark]} {finding.code}: {finding.named_text}{basis}", width)
+    command = f"`{finding.command}`" if finding.command else ""
+    section = f"({page}#{finding.code})" if page and finding.hint else ""
+    saving = f"saves {duration(finding.saves_seconds)} of a round" if finding.saves_seconds else ""
+    remedy = " ".join(filter(None, (finding.hint, command, section)))
+    if saving:
+        remedy = f"{remedy} ({saving})" if remedy else saving
+    return lines + (wrap_text(f"-> {remedy}", width, first=INDENT) if remedy else [])
+
+
+def _signs() -> dict[Mark, str]:
+    try:
+        "".join(SIGNS.values()).encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return PLAIN_SIGNS
+    return SIGNS

@@ -48,8 +48,7 @@ def why(
 
 def why_lines(explanation: Explanation, width: int | None) -> list[str]:
     """Show the health, then each cause."""
-    from diloco_node.cli.findings import finding_lines
-    from diloco_node.cli.tables import wrap_text
+    from diloco_node.cli.tables import finding_lines, wrap_text
 
     lines = wrap_text(explanation.line, width)
     for finding in explanation.findings:

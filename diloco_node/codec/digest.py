@@ -27,10 +27,7 @@ def stripe_digest(payload: bytes | bytearray | memoryview | NDArray[np.uint8]) -
 
 
 def payload_digest(stripe_digests: Iterable[bytes]) -> bytes:
-    """SHA-256 over the digests of the merged stripes, in block order.
-
-    It depends on where the payload was cut; `RoundBody.stripes` says where that was.
-    """
+    """SHA-256 over the digests of the merged stripes, in block order, as `RoundBody.stripes` has cut them."""
     return sha256(b"".join(stripe_digests)).digest()
 
 

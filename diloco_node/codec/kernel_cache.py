@@ -34,10 +34,7 @@ _lock: Final = threading.Lock()
 
 @cache
 def loops() -> ModuleType:
-    """Load the module `loops`: from the cache in a second, or compiled in some eight.
-
-    Raises ConfigError: numba is switched off, or this system runs no code that was made at run time.
-    """
+    """Load the module `loops`: from the cache in a second, or compiled in some eight. Raises ConfigError."""
     with _lock, _numba_cache(folder := cache_folder()):
         try:
             return importlib.import_module("diloco_node.codec.loops")
@@ -92,7 +89,6 @@ def _candidates() -> Iterator[Path]:
 
 
 def _refusal(folder: Path) -> str:
-    """Why machine code can't be kept there; empty if it can."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.stat()

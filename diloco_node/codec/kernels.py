@@ -43,11 +43,9 @@ def encode(
 ) -> F64:
     """Encode a span of values, shape (values of the span,), float32; not changed.
 
-    Args:
-        out: writable bytes of the span; overwritten. Half written when the values are refused.
+    out: writable bytes of the span; overwritten. Half written when the values are refused.
 
     Returns: shape (pieces,), float64: squared norm of the *decoded* values of the span per piece, 0 for pieces outside.
-
     Raises PayloadCorrupt: a value is NaN, infinite or above 2^100 in magnitude; the message names the block and piece.
     ValueError: an array has another size, type or layout than the span asks for.
     """
@@ -65,13 +63,11 @@ def encode_delta(
 
 
 def squared_norms(blocks: FragmentBlocks, payload: Buffer, block_start: int = 0, block_stop: int | None = None) -> F64:
-    """Check what arrived and measure it, without decoding it anywhere.
+    """Check what arrived and measure it, without decoding it anywhere: what passes is not refused by `accumulate`,
+    `decode` or `outer_step` later.
 
-    Run it on a stripe when it arrives: what passes here is not refused by `accumulate`, `decode` or `outer_step` later.
-
-    Returns: shape (pieces,), float64, as `encode`.
-
-    Raises PayloadCorrupt: the length is wrong, or a block is one that no encoder wrote.
+    Returns: shape (pieces,), float64, as `encode`. Raises PayloadCorrupt: the length is wrong, or a block is one that
+    no encoder wrote.
     """
     span = _Span(blocks, block_start, block_stop)
     norms = np.zeros(blocks.pieces, dtype=np.float64)
@@ -158,10 +154,7 @@ def outer_step(
 
 
 def warm_up() -> None:
-    """Load every loop, or compile it first: some 14 seconds the first time, else one or two.
-
-    Without it the first round of a run would pay for the compiler.
-    """
+    """Load every loop, or compile it (some 14 s): else the first round of a run would pay for the compiler."""
     loops()
 
 

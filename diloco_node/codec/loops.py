@@ -73,8 +73,7 @@ def compiler(*signatures: tuple[Any, ...], is_cached: bool = False) -> Callable[
     can't allocate: scratch memory comes from the caller. (inline="always" would give another fifth, and takes 14
     instead of 8 CPU-seconds to compile.)
 
-    Args:
-        signatures: what a loop takes; compiled at once and for nothing else. None: for what it is called with.
+    signatures: what a loop takes; compiled at once and for nothing else. None: for what it is called with.
     """
     options = {"nogil": True, "fastmath": False, "boundscheck": False, "_nrt": False, "cache": is_cached}
     return cast(Callable[[F], F], _njit(list(signatures) or None, **options))
@@ -410,10 +409,7 @@ def outer_span(
     floats: F32,
     sums: F64,
 ) -> None:
-    """The outer step on one span. See `kernels.outer_step` for the order.
-
-    Checks nothing: run `norms_span` over the same bytes first.
-    """
+    """The outer step on one span (`kernels.outer_step`). Checks nothing: run `norms_span` over the same bytes first."""
     piece = span[PIECE]
     for block in range(span[START], span[STOP]):
         while layout[piece + 1, 0] <= block:

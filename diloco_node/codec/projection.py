@@ -18,10 +18,7 @@ ENCODING_ERRORS: Final = {Codec.INT4: 1 / 14, Codec.INT8: 1 / 254, Codec.BF16: 2
 
 
 def project(blocks: FragmentBlocks, encoded: U8, window: Window) -> tuple[float, float]:
-    """Decode a window's bytes, shape (bytes,), uint8, and project it: see `project_values`.
-
-    Raises PayloadCorrupt: it does not decode.
-    """
+    """Decode a window's bytes, shape (bytes,), uint8, for `project_values`. Raises PayloadCorrupt."""
     start, stop = window.block_start, window.block_stop
     values = np.empty(blocks.span_values(start, stop), np.float32)
     kernels.decode(blocks, encoded, values, start, stop)

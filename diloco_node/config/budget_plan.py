@@ -14,11 +14,8 @@ WINDOWS_MAX: Final = 96
 
 @dataclass(frozen=True, slots=True)
 class TimeWindow:
-    """Other ceilings from one minute of the day to another, through midnight if `start` is later than `end`.
-
-    Attributes:
-        start_minute, end_minute: 0 to 1439, the end not included. limits: None leaves what holds all day.
-    """
+    """Other ceilings between two minutes of the day (0 to 1439, the end not included), also through midnight. A limit
+    of None leaves what holds all day."""
 
     start_minute: int
     end_minute: int
@@ -40,11 +37,9 @@ class TimeWindow:
 
 @dataclass(frozen=True, slots=True)
 class BudgetPlan:
-    """The budget of one region.
+    """The budget of one region: of all peers together, and of single ones, sorted by name.
 
-    Attributes:
-        limits: of all peers together. peers: of single ones, sorted by name.
-        schedule: other limits of all peers together by time of day; the first window that holds decides.
+    schedule: other limits of all peers together by time of day; the first window that holds decides.
     """
 
     limits: RateLimits = NO_LIMITS

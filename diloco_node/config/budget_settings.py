@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from diloco_node.config.budget_plan import WINDOWS_MAX, BudgetPlan, TimeWindow
-from diloco_node.config.setting import setting
+from diloco_node.config.field_types import setting
 from diloco_node.config.units import Rate, parse_rate
 from diloco_node.core.types import RateLimits
 

@@ -1,12 +1,13 @@
-"""Types of settings: how a value of run.toml, a variable or a flag is read, and the reason when it can't be."""
+"""A setting: its type, how a value of it is read or refused, and the words of docs/settings.md about it."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic.fields import FieldInfo
 from pydantic_settings import NoDecode
 
 from diloco_node.config.units import Duration, parse_duration
@@ -67,3 +68,24 @@ Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Span = Annotated[Duration, NoDecode, PlainValidator(parse_duration)]
 AdminHost = Annotated[str, BeforeValidator(_admin_host)]
 HostPort = Annotated[str, BeforeValidator(host_port_of)]
+
+Changes = Literal["fixed", "same", "all", "set", "region", "running", "new run"]
+"""When a setting may change in a run; docs/settings.md explains the words."""
+
+
+def setting(default: Any, description: str, touch_when: str, *, changes: Changes = "region", **bounds: Any) -> Any:
+    """Describe a field of a section. default: `...`: the setting must be given. description: with the unit, where it
+    has one. touch_when: completes "touch it when ...". bounds: such as `ge=1`, and `examples`, as for pydantic's
+    `Field`."""
+    extra = {"touch_when": touch_when, "changes": changes}
+    return Field(default, description=description, json_schema_extra=cast(Any, extra), **bounds)
+
+
+def touch_when(field: FieldInfo) -> str:
+    """Occasion to touch the setting."""
+    return str(cast(dict[str, str], field.json_schema_extra)["touch_when"])
+
+
+def changes(field: FieldInfo) -> Changes:
+    """When the setting may change in a run."""
+    return cast(Changes, cast(dict[str, str], field.json_schema_extra)["changes"])

@@ -9,10 +9,10 @@ from typing import Final
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from diloco_node.config.field_types import Changes, changes
 from diloco_node.config.reference import settings as all_settings
 from diloco_node.config.resolve import default_outer, did_you_mean, explain
 from diloco_node.config.schema import RoundsSection
-from diloco_node.config.setting import Changes, changes
 from diloco_node.config.setting_texts import section_values
 from diloco_node.config.sources import Key, Sources
 from diloco_node.core.settings_body import SettingsBody
@@ -45,13 +45,9 @@ class _RunFile(BaseModel):
 
 
 def changed_settings(settings: RunSettings, assignments: Sequence[str]) -> SettingsBody:
-    """The settings of a run after an operator's words.
+    """The settings of a run after an operator's words, "rounds.sync_every=32" each.
 
-    Args:
-        settings: that are in force. assignments: "rounds.sync_every=32" each.
-
-    Raises:
-        ConfigError: one can't be set in a run, with the reason and the way; or it has a value that can't be.
+    Raises ConfigError: one can't be set in a run, with the reason and the way; or it has a value that can't be.
     """
     values = section_values(SettingsBody.of(settings))
     texts: dict[str, str] = {}
@@ -77,7 +73,6 @@ def changed_settings(settings: RunSettings, assignments: Sequence[str]) -> Setti
 
 
 def _check_key(key: str) -> None:
-    """Refuse a setting that does not change in a run in this way. Raises ConfigError."""
     field = _field(key)
     if (kind := changes(field)) != "set":
         raise ConfigError(f"{key} can't be set in a run: {_REASONS.get(key, '')}{_WAYS[kind]}")

@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from diloco_node.config.budget_settings import RATE_BYTES_PER_S_MIN, LimitsSection, WindowSection, parse_minute
+from diloco_node.config.field_types import touch_when
 from diloco_node.config.schema import NAME_PATTERN, RegionSection, Tree
-from diloco_node.config.setting import touch_when
 from diloco_node.config.setting_texts import toml_text
 from diloco_node.config.units import Duration, Rate
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -9,7 +10,6 @@ import ipaddress
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,19 +18,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from diloco_node.config.budget_plan import BudgetPlan
-from diloco_node.config.budget_settings import BudgetSection, LimitsSection, WindowSection
-from diloco_node.config.schema import (
-    REGIONS_MAX,
-    DataSection,
-    HistorySection,
-    LearnerSection,
-    LogSection,
-    ModelSection,
-    RegionSection,
-    RoundsSection,
-    RunSection,
-    Tree,
-)
+from diloco_node.config.budget_settings import LimitsSection, WindowSection
+from diloco_node.config.schema import REGIONS_MAX, ModelSection, RegionSection, RoundsSection, RunSection, Tree
 from diloco_node.config.setting_texts import toml_text
 from diloco_node.config.sources import MODEL_KEY, Flag, Key, Sources, folder_or_name, put, read_environment, read_file
 from diloco_node.core.settings_body import SettingsBody
@@ -77,31 +66,16 @@ def is_joiner_setting(key: str) -> bool:
     return section in fields and name in fields[section].model_fields and not is_own
 
 
-@dataclass(frozen=True, slots=True)
-class NodeConfig:
-    """Everything that is set, checked as a whole.
+class NodeConfig(Tree):
+    """Everything that is set, checked as a whole; regions are sorted by name. path: run.toml. origins: where each value
+    that is not a default came from: "run.toml:7", "DILOCO_RUN__STEPS", "--steps"."""
 
-    Attributes:
-        run, model, rounds, data, learner, log, history: the sections.
-        budget: bandwidth; see `budget_plan`. regions: by name, sorted. path: run.toml.
-        origins: where each value that is not a default came from: "run.toml:7", "DILOCO_RUN__STEPS", "--steps".
-    """
-
-    run: RunSection
-    model: ModelSection
-    rounds: RoundsSection
-    data: DataSection
-    learner: LearnerSection
-    budget: BudgetSection
-    log: LogSection
-    history: HistorySection
-    regions: Mapping[str, RegionSection]
     origins: Mapping[Key, str]
     path: Path
 
     def origin(self, key: str) -> str:
         """Where the value of a dotted key came from; "default" if nobody set it."""
-        path = _key(key)
+        path = tuple(key.split("."))
         below = (origin for key, origin in self.origins.items() if key[: len(path)] == path)
         return self.origins.get(path) or next(below, "default")
 
@@ -193,10 +167,7 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
-    """Flags beat environment, environment beats file, file beats defaults.
-
-    Args:
-        path: run.toml; None: `run.toml` in the current folder. flags: from the command line.
+    """Flags beat environment, environment beats file, file beats defaults. path: None: run.toml in the current folder.
 
     Raises ConfigError: naming the setting, its origin, the bad value, and what would work.
     """
@@ -208,16 +179,15 @@ def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
     sources.add(*read_file(path))
     sources.add(*read_environment())
     for flag in flags:
-        key = _key(flag.key)
+        key = tuple(flag.key.split("."))
         put(sources.values, key, folder_or_name(Path(), flag.value) if key == MODEL_KEY else flag.value)
         sources.origins[key] = flag.flag
     _check_names(sources)
     try:
-        tree = Tree(**sources.values)
+        regions = dict(sorted(sources.values["regions"].items()))
+        config = NodeConfig(**sources.values | {"regions": regions}, origins=sources.origins, path=path)
     except ValidationError as error:
         raise ConfigError(explain(error, sources)) from None
-    sections = dict(tree) | {"regions": dict(sorted(tree.regions.items()))}
-    config = NodeConfig(**sections, origins=sources.origins, path=path)
     _check_whole(config)
     return config
 
@@ -243,7 +213,7 @@ def _check_names(sources: Sources) -> None:
 def explain(error: ValidationError, sources: Sources) -> str:
     """Say in one line which value is wrong, and a value that works."""
     first, *more_errors = error.errors(include_url=False)
-    also = ", ".join(_key_text(_key_of(detail)) for detail in more_errors[:5])
+    also = ", ".join(".".join(_key_of(detail)) for detail in more_errors[:5])
     more = f" (also wrong: {also})" if also else ""
     return _explain_one(first, sources) + more
 
@@ -257,32 +227,21 @@ def _explain_one(detail: ErrorDetails, sources: Sources) -> str:
     origin = sources.origin(key)
     if detail["type"] == "extra_forbidden":
         siblings = _fields_at(key[:-1])
-        hint = did_you_mean(key[-1], siblings) or f"; [{_key_text(key[:-1])}] has {', '.join(siblings)}"
-        return f"{_key_text(key)} ({origin}) is not a setting{hint}"
+        hint = did_you_mean(key[-1], siblings) or f"; [{'.'.join(key[:-1])}] has {', '.join(siblings)}"
+        return f"{'.'.join(key)} ({origin}) is not a setting{hint}"
     field = _field_at(key)
     if detail["type"] == "missing":
-        return (
-            f"{_key_text(key)} is not set: add {key[-1]} = {_example(field)} under [{_key_text(key[:-1])}] in run.toml"
-        )
+        return f"{'.'.join(key)} is not set: add {key[-1]} = {_example(field)} under [{'.'.join(key[:-1])}] in run.toml"
     value = toml_text(detail["input"])[:_SHOWN_CHARACTERS_MAX]
     if detail["type"] in {"model_type", "dict_type"}:
-        return f"{_key_text(key)} is {value} ({origin}): it must be a table, [{_key_text(key)}]"
+        return f"{'.'.join(key)} is {value} ({origin}): it must be a table, [{'.'.join(key)}]"
     reason = re.sub(r"^(Value error, |Assertion failed, )", "", detail["msg"])
     reason = re.sub(r"^Input should be a valid (\w+)(, .*)?$", r"it must be of type \1", reason)
     reason = re.sub(r"^(Input|String|Tuple|Value) should ", "it must ", reason)
-    return f"{_key_text(key)} is {value} ({origin}): {reason}; for example {key[-1]} = {_example(field)}"
-
-
-def _key(text: str) -> Key:
-    return tuple(text.split("."))
-
-
-def _key_text(key: Key) -> str:
-    return ".".join(key)
+    return f"{'.'.join(key)} is {value} ({origin}): {reason}; for example {key[-1]} = {_example(field)}"
 
 
 def _fields_at(key: Key) -> dict[str, FieldInfo]:
-    """The fields of a section."""
     if key[:1] == ("regions",):
         return RegionSection.model_fields
     if key[:2] in _BUDGET_TABLES and len(key) > 2:
@@ -388,20 +347,16 @@ def _check_ports(config: NodeConfig) -> None:
 def _is_same_place(host: str, other_host: str) -> bool:
     """Whether one port can't be had at both. Names but localhost are not looked up: this may be another machine."""
     hosts = {"127.0.0.1" if name == "localhost" else name for name in (host, other_host)}
-    return len(hosts) == 1 or any(_is_everywhere(name) for name in hosts)
-
-
-def _is_everywhere(host: str) -> bool:
-    """Whether it stands for all interfaces, of both families: so does gRPC take either."""
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
+    for name in hosts:
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_address(name).is_unspecified:  # all interfaces, of both families: gRPC takes either
+                return True
+    return len(hosts) == 1
 
 
 def _refuse(config: NodeConfig, key: str, reason: str) -> None:
     value: Any = config
-    *path, name = _key(key)
+    *path, name = tuple(key.split("."))
     for key_part in path:
         value = value[key_part] if isinstance(value, Mapping) else getattr(value, key_part)
     raise ConfigError(f"{key} is {toml_text(getattr(value, name))} ({config.origin(key)}): {reason}")

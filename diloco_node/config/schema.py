@@ -10,8 +10,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from diloco_node.config.budget_settings import BudgetSection, Ceiling
-from diloco_node.config.field_types import AdminHost, HostPort, Number, Span, Whole, modules_of, paths_of
-from diloco_node.config.setting import changes, setting
+from diloco_node.config.field_types import (
+    AdminHost,
+    HostPort,
+    Number,
+    Span,
+    Whole,
+    changes,
+    modules_of,
+    paths_of,
+    setting,
+)
 from diloco_node.config.units import Duration
 from diloco_node.core.merge.fragments import FRAGMENTS_MAX
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings

@@ -44,11 +44,7 @@ def change_lines(before: SettingsBody, after: SettingsBody) -> list[str]:
 
 
 def difference_lines(file: Mapping[str, str], body: SettingsBody) -> list[str]:
-    """Each setting that run.toml has otherwise than the run, with both values and what makes them agree.
-
-    Args:
-        file: by key the text in run.toml.
-    """
+    """Each setting that run.toml (by key the text there) has otherwise than the run, and what makes them agree."""
     return [
         f"{key} is {file[key]} in run.toml here, {text} in the run, which counts: write {key.partition('.')[2]} = "
         f"{text} under [rounds]"

@@ -36,11 +36,7 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A setting from the command line.
-
-    Attributes:
-        key: dotted, such as "run.steps". value: raw. flag: as the user wrote it, for messages.
-    """
+    """A setting from the command line. key: dotted, as "run.steps". flag: as the user wrote it, for messages."""
 
     key: str
     value: Any
@@ -100,10 +96,7 @@ def nearest(origins: Mapping[Key, str], key: Key) -> str:
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
-    """run.toml as a tree, and "FILE:LINE" per key. Relative paths in it are taken from its folder.
-
-    Raises ConfigError: it is missing, unreadable, too large or no TOML.
-    """
+    """run.toml as a tree, relative paths taken from its folder, and "FILE:LINE" per key. Raises ConfigError."""
     try:
         if path.stat().st_size > CONFIG_BYTES_MAX:
             raise ConfigError(f"{path} has more than {CONFIG_BYTES_MAX} bytes: that is no run.toml")
@@ -168,11 +161,9 @@ def _split_key(text: str) -> Key:
 
 
 def read_environment() -> tuple[dict[str, Any], dict[Key, str]]:
-    """`DILOCO_SECTION__KEY=value` as a tree, and the variable's name per key.
+    """`DILOCO_SECTION__KEY=value` as a tree, and the variable's name per key. Raises ConfigError.
 
     In the name of a region `_` stands for `-` (`DILOCO_REGIONS__US_EAST__ADMIN_PORT`), for shells allow nothing else.
-
-    Raises ConfigError: a variable names no section, or lacks the section.
     """
     names = sorted(name for name in os.environ if name.upper().startswith(ENV_PREFIX))
     origins: dict[Key, str] = {}

@@ -19,20 +19,12 @@ _UNITS_NS: Final = {
 }
 DURATION_NS_MAX: Final = 365 * 24 * _UNITS_NS["h"]
 
-_RATE_UNITS_BITS: Final = {
-    "bit/s": 1,
-    "kbit/s": 10**3,
-    "Mbit/s": 10**6,
-    "Gbit/s": 10**9,
-    "Tbit/s": 10**12,
-    "B/s": 8,
-    "kB/s": 8 * 10**3,
-    "MB/s": 8 * 10**6,
-    "GB/s": 8 * 10**9,
-    "KiB/s": 8 << 10,
-    "MiB/s": 8 << 20,
-    "GiB/s": 8 << 30,
-}
+_PREFIXES: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_RATE_UNITS_BITS: Final = (
+    {f"{prefix}bit/s": size for prefix, size in _PREFIXES.items()}
+    | {f"{prefix}B/s": 8 * size for prefix, size in _PREFIXES.items() if prefix != "T"}
+    | {"KiB/s": 8 << 10, "MiB/s": 8 << 20, "GiB/s": 8 << 30}
+)
 """Bits per second of each unit, as it is written: `Mb` and `mB` are read both ways, so capitals count."""
 
 RATE_BYTES_PER_S_MAX: Final = 10**14 // 8
@@ -92,10 +84,7 @@ class Rate:
 
 
 def parse_rate(value: object) -> Rate:
-    """`"2Gbit/s"`, `"25MB/s"`, `"1.5Gbit/s"`; a fraction of a byte is dropped.
-
-    Raises ValueError: with a text that completes "SETTING is VALUE: ...".
-    """
+    """`"2Gbit/s"`, `"25MB/s"`; a fraction of a byte is dropped. Raises ValueError: as `parse_duration`."""
     if isinstance(value, Rate):
         return value
     number, unit = _split(value, "rate", _RATE_UNITS_BITS, examples=("Mbit/s", "MB/s"))

@@ -22,8 +22,7 @@ from diloco_node.core.view import RegionView
 from diloco_node.errors import ConfigError
 from diloco_node.planning.advice import budget_warning
 from diloco_node.planning.merge_pace import MergePace
-from diloco_node.planning.plan import OVERHEAD
-from diloco_node.planning.sizes import fragment_sizes
+from diloco_node.planning.plan import OVERHEAD, fragment_sizes
 
 _KEYS = frozenset({"egress", "ingress", "peer"})
 

@@ -14,11 +14,7 @@ from diloco_node.health.finding import Mark
 
 @dataclass(frozen=True, slots=True)
 class AlertKind:
-    """A kind of alert.
-
-    Attributes:
-        meaning: one sentence, the same for every case. hint: the remedy. command: to copy; empty if there is none.
-    """
+    """A kind of alert. meaning: one sentence, the same for every case. hint: the remedy. command: to copy, if any."""
 
     code: str
     mark: Mark

@@ -104,10 +104,8 @@ def find_alerts(document: Document) -> list[Finding]:
 
 
 def starting_peers(document: Document) -> list[str]:
-    """Name the peers that may only be starting: not heard since this daemon came, and nothing else stands in the way.
-
-    A daemon that has been up for STARTING_S has waited long enough.
-    """
+    """Name the peers that may only be starting: not heard since this daemon came, for STARTING_S at most, and nothing
+    else stands in the way."""
     up_s = number(document, "up_seconds")
     if up_s is None or up_s > STARTING_S:
         return []
@@ -121,7 +119,6 @@ def starting_peers(document: Document) -> list[str]:
 
 
 def _is_unheard(peer: Document) -> bool:
-    """Whether nothing was heard of a peer since this daemon came."""
     return number(peer, "rtt_seconds") is None and not number(peer, "applied_index")
 
 
@@ -258,7 +255,6 @@ def _standings(document: Document) -> Iterator[Finding]:
 
 
 def _outweighs(document: Document, row: Document, peers: Sequence[Document]) -> str:
-    """Explain how far a region is above the others in tokens per step or weight; empty if it is not."""
     ratio_max = number(document, "tokens_ratio_max") or math.inf
     for key, form, words in (
         ("tokens_per_step", ".4g", "counts {} tokens a step, the others' median is {}"),

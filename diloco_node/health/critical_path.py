@@ -16,13 +16,10 @@ ROUNDS_SEEN: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class CriticalPath:
-    """Means over committed rounds.
+    """Means over committed rounds, as one region's log has them.
 
-    Attributes:
-        rounds, failed: number of committed rounds, and of ballots that failed beside them.
-        seconds: of a round. phases: seconds of each, the longest first.
-        waits: ((region, phase), number of rounds) that waited for it most, the most frequent first.
-        seen_from: the region whose log it is.
+    failed: ballots beside them. seconds: of a round. phases: seconds of each, the longest first. waits: ((region,
+    phase), number of rounds) that waited for it most, the most frequent first.
     """
 
     rounds: int
@@ -59,7 +56,10 @@ def critical_path(documents: Sequence[Document]) -> CriticalPath | None:
     rounds = [row for row in recent if _is_committed(row)]
     if not rounds:
         return None
-    spent = {phase: phase_mean(rounds, phase) for phase in ("gather", "reduce", "commit", "apply")}
+    spent = {
+        phase: fmean(number(section(row, "phases"), phase) or 0.0 for row in rounds)  # one that is not known: none
+        for phase in ("gather", "reduce", "commit", "apply")
+    }
     waits_for = [section(row, "waited_for") for row in rounds]
     waits = Counter((text(late, "region"), text(late, "phase")) for late in waits_for if late)
     return CriticalPath(
@@ -72,16 +72,9 @@ def critical_path(documents: Sequence[Document]) -> CriticalPath | None:
     )
 
 
-def phase_mean(log: Sequence[Document], phase: str) -> float:
-    """Mean seconds of a phase; a round that does not know it counts as none."""
-    return fmean(number(section(row, "phases"), phase) or 0.0 for row in log) if log else 0.0
-
-
 def cost_of(log: Sequence[Document], region: str, phase: str) -> float | None:
-    """Seconds that a round's phase takes longer when it waits for a region.
-
-    It is the median of those rounds minus the median of the others; None when there are no others to compare with.
-    """
+    """Seconds that a round's phase takes longer when it waits for a region: the median of those rounds minus the median
+    of the others; None when there are no others to compare with."""
     late: list[float] = []
     usual: list[float] = []
     for row in log:

@@ -39,12 +39,8 @@ JOINED_LOW: Final = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The answer of `why`.
-
-    Attributes:
-        line: the health in one sentence. regions: findings about other regions only are left out; empty: none are.
-        path: where rounds spend their time; None without a committed round. findings: the gravest first.
-    """
+    """The answer of `why`, the gravest finding first. line: the health in one sentence. regions: see `explain`. path:
+    where rounds spend their time; None without a committed round."""
 
     line: str
     regions: tuple[str, ...]
@@ -72,11 +68,7 @@ class Explanation:
 
 
 def explain(documents: Sequence[Document], regions: Sequence[str] = ()) -> Explanation:
-    """Find the causes of slow or missing merges.
-
-    Args:
-        documents: of the regions that answer. regions: leave out findings about other regions only; empty: none.
-    """
+    """Find the causes of slow or missing merges. regions: leave out findings about other regions only; empty: none."""
     documents = [document for document in documents if text(document, "state")]
     path = critical_path(documents)
     findings = [

@@ -30,12 +30,9 @@ _WORD: Final = re.compile(r"[\w.-]+")
 class Finding:
     """A fact about regions, and what helps.
 
-    Attributes:
-        code: of an alert, as A-PEER-DOWN; else the check or the topic.
-        regions: the regions it is about, the main one first; empty: the run or this machine.
-        text: one line, with figures and units.
-        hint: the remedy; empty when nothing is to be done. command: to copy; empty if there is none.
-        basis: how the figures were computed. saves_seconds: of each round, with the remedy; None: not known.
+    code: of an alert, as A-PEER-DOWN; else the check or the topic. regions: the main one first; empty: the run or this
+    machine. text: one line, with figures and units. hint: the remedy. command: to copy. basis: how the figures were
+    computed. saves_seconds: of each round, with the remedy; None: not known.
     """
 
     mark: Mark

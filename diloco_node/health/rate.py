@@ -11,13 +11,10 @@ SAMPLES_MAX: Final = 512
 
 
 class SlidingRate:
-    """Growth per second over the last `window_s`.
+    """Growth per second over the last `window_s`; samples closer than a 256th of it are left out, to bound the memory.
 
     A counter that grows in steps, of whatever length, has a steady rate; one that stands still loses it within the
     window.
-
-    Args:
-        window_s: length of the window. Samples closer than a 256th of it are left out, so that memory is bounded.
     """
 
     def __init__(self, window_s: float) -> None:

@@ -36,8 +36,8 @@ from diloco_node import place
 from diloco_node.core.data_shards import SHARDS
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.integrations.hf import DilocoCallback
-from diloco_node.integrations.hf_export import one_line
 from diloco_node.integrations.loader import EndlessLoader
+from diloco_node.integrations.model_export import one_line
 from diloco_node.integrations.shards import ShardSampler
 from diloco_node.integrations.weight_files import has_weights
 from diloco_node.learner.builtin.text_files import text_files
@@ -61,10 +61,7 @@ def settings_from(sections: Mapping[str, Mapping[str, Any]]) -> Settings:
 
 
 def training_arguments(settings: Settings) -> transformers.TrainingArguments:
-    """The recipe's own `TrainingArguments`, and those of `[model] hf_args` over them.
-
-    Raises: ConfigError: the library refuses a name or a value, or it would end training before the run does.
-    """
+    """The recipe's own `TrainingArguments`, and those of `[model] hf_args` over them. Raises ConfigError: bad ones."""
     for name in {"max_steps", "num_train_epochs"} & set(settings.hf_args):
         raise ConfigError(f"model.hf_args: {name} can't be set, the run says when it ends: run.steps or run.tokens")
     has_end = settings.schedule_steps or settings.steps or settings.tokens
@@ -153,17 +150,12 @@ def _hash_of(row: dict[str, Any]) -> tuple[int, bool]:
 
 
 def _is_own(row: dict[str, Any], *, flags: torch.Tensor, rank: int, ranks: int) -> bool:
-    """Whether a row of a stream is this rank's, by the owners that its region knows now."""
     number, is_held_out = _hash_of(row)
     return not is_held_out and owns(flags, number % SHARDS) and number // SHARDS % ranks == rank
 
 
 class Blocks:
-    """The blocks of one rank of this region, epoch after epoch, and those that are held out.
-
-    Args:
-        rank, ranks: of this process in its region.
-    """
+    """The blocks of one rank of this region, epoch after epoch, and those that are held out."""
 
     def __init__(self, settings: Settings, tokenizer: Any, *, rank: int, ranks: int) -> None:
         self._settings, self._tokenizer = settings, tokenizer

@@ -74,7 +74,6 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         trainer.should_stop |= self.diloco.should_stop
 
     def _stateful(self, trainer: Trainer) -> dict[str, Any]:
-        """Return what a restart continues, besides the optimizer."""
         stateful: dict[str, Any] = {"epoch": _Epoch(trainer)}
         for number, config in enumerate(trainer.lr_scheduler_configs):
             stateful[f"schedule {number}"] = config.scheduler

@@ -37,10 +37,8 @@ _AT_ONCE: Final = 1024
 
 
 class _RankOfRegion:
-    """This process among the ranks of its region: as given, else as torch.distributed says at the first row.
-
-    A loader may be made before there is a process group, as Lightning has it.
-    """
+    """This process among the ranks of its region: as given, else as torch.distributed says at the first row: a loader
+    may be made before there is a process group."""
 
     def __init__(self, rank: int | None, ranks: int | None) -> None:
         self._place: tuple[int, int] | None = None
@@ -56,11 +54,7 @@ class _RankOfRegion:
         return self._now()[1]
 
     def settle(self) -> tuple[int, int]:
-        """Rank and ranks, from the first row on.
-
-        Raises:
-            LearnerError: there are several, and no process group yet: each would train the rows of all.
-        """
+        """Rank and ranks, from the first row on. Raises LearnerError: there are several, and no process group yet."""
         if self._place is None:
             if int(os.environ.get("WORLD_SIZE") or 1) > 1 and not _has_group():
                 raise LearnerError(
@@ -213,12 +207,8 @@ class ShardLoader(DataLoader[Any]):
 
 
 class _Batches(Sampler[list[int]]):
-    """Batches of a sampler, and where it was behind each.
-
-    Attributes:
-        states: behind each batch that the loader has asked for and the loop was not given yet, and the number of
-            changes of the members by which it was drawn.
-    """
+    """Batches of a sampler. states: behind each that the loader has asked for and the loop was not given yet, and the
+    number of changes of the members by which it was drawn."""
 
     def __init__(self, sampler: ShardSampler, size: int) -> None:
         self._sampler, self._size = sampler, size
@@ -256,8 +246,7 @@ class ShardStream(IterableDataset[Any]):
     keeps by the new owners. One number, the next row of the stream, is the position in every shard. A further pass
     wants another object: `EndlessLoader(lambda epoch: StatefulDataLoader(ShardStream(rows(epoch)), batch_size=8))`.
 
-    Args:
-        rows: the stream, the same in all regions. rank, ranks: see `ShardSampler`.
+    rows: the stream, the same in all regions. rank, ranks: see `ShardSampler`.
     """
 
     def __init__(self, rows: Iterable[Any], *, rank: int | None = None, ranks: int | None = None) -> None:

@@ -25,10 +25,8 @@ def check_hub_name(name: str) -> None:
 
 
 def has_weights(name: str) -> bool:
-    """Return whether a model has weights to begin with; a name that is no folder is one of the hub, which has.
-
-    Raises ConfigError: the folder has weights only in a format that is not read.
-    """
+    """Return whether a model has weights to begin with, as every name of the hub has. Raises ConfigError: in no format
+    that is read."""
     folder = Path(name)
     if not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in LOADABLE):
         return True

@@ -56,15 +56,9 @@ async def measuring_end(
     dial: Linked | None = None,
     times: LinkTimes | None = None,
 ) -> AsyncIterator[Measuring]:
-    """An end, until the end of the block.
+    """An end, until the end of the block. peers: `host:port` of those to dial at once. dial: see `Measuring`.
 
-    Args:
-        identity: ours. peers: their names, and `host:port` of those to dial at once.
-        listen: host and port to bind; port 0 takes a free one.
-        dial: see `Measuring`. times: deadlines of links.
-
-    Raises:
-        BindError: the port can't be taken. IdentityError: TLS does not accept our certificate.
+    Raises BindError: the port can't be taken. IdentityError: TLS does not accept our certificate.
     """
     tasks: set[asyncio.Task[None]] = set()
 
@@ -111,11 +105,7 @@ async def measuring_end(
 
 
 class Dialer:
-    """Makes links to `measure serve` of other regions, anew each time. It is called as `measuring.Linked` says.
-
-    Args:
-        identity: ours. addresses: `host:port` of the peers that can be dialed. times: deadlines of links.
-    """
+    """Makes links to `measure serve` of other regions, at these `host:port`, anew each time; a `measuring.Linked`."""
 
     def __init__(self, identity: Identity, addresses: Mapping[str, str], *, times: LinkTimes | None = None) -> None:
         self._identity = identity

@@ -35,9 +35,7 @@ class _Admitted:
 class MeasuringGate:
     """Admits one measurement at a time, and to each peer that asks only so many bytes over time.
 
-    Args:
-        peers: their names.
-        is_bounded: peers that ask have a limit of bytes; an end that does nothing but measure needs none.
+    is_bounded: peers that ask have a limit of bytes; an end that does nothing but measure needs none.
     """
 
     def __init__(self, peers: tuple[str, ...], *, is_bounded: bool, now_ns: int) -> None:
@@ -56,23 +54,24 @@ class MeasuringGate:
     def begin(self, purpose: str, *, requester: str | None, bytes_max: int, now_ns: int) -> str:
         """Begin a measurement; the reason why not, or empty when it has begun and `end` must follow.
 
-        Args:
-            purpose: for people, as "bandwidth to eu". requester: a peer; None: the operator of this region.
-            bytes_max: that may flow.
+        purpose: for people, as "bandwidth to eu". requester: a peer; None: the operator. bytes_max: that may flow.
         """
         if self._running is not None:
             return f"busy with another measurement: {self.describe(now_ns=now_ns)}; try again"
-        if requester is not None and self.is_bounded and not self._may_take(requester, bytes_max, now_ns):
+        if (
+            requester is not None
+            and self.is_bounded
+            and not (
+                # A bucket lets through what is over its burst when it is full: a measurement could never be paid back.
+                bytes_max <= REQUEST_BYTES_SAVED_MAX and self._bytes[requester].try_spend(bytes_max, now_ns=now_ns)
+            )
+        ):
             return (
                 f"{requester} has asked for too many bytes lately: a peer may have {REQUEST_BYTES_SAVED_MAX} bytes "
                 f"measured at once, and {REQUEST_BYTES_PER_S} bytes/s in the long run; wait, or measure for less time"
             )
         self._running = _Admitted(purpose, requester, now_ns, bytes_max)
         return ""
-
-    def _may_take(self, requester: str, bytes_max: int, now_ns: int) -> bool:
-        # A bucket lets through what is over its burst when it is full: a measurement could never be paid back.
-        return bytes_max <= REQUEST_BYTES_SAVED_MAX and self._bytes[requester].try_spend(bytes_max, now_ns=now_ns)
 
     def end(self, *, used_bytes: int) -> None:
         """It is over; of its bytes so many were used."""
@@ -106,11 +105,7 @@ class ProbesExpected:
         self._left[measurement] = bytes_max
 
     def arrive(self, measurement: int, raw_bytes: int) -> None:
-        """Probes arrive.
-
-        Raises:
-            ProtocolViolation: nobody requested them, or they are more than what was agreed to.
-        """
+        """Probes arrive. Raises ProtocolViolation: nobody requested them, or they are more than what was agreed to."""
         left_bytes = self._left.get(measurement)
         if left_bytes is None:
             raise ProtocolViolation(f"a probe of {raw_bytes} bytes for a measurement that was not agreed to")

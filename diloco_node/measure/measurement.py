@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from diloco_node.errors import ConfigError, DilocoError
-from diloco_node.measure.documents import OnPartial, flow_document, forget, latency_document, pair_document
 from diloco_node.measure.measuring import Linked, Measuring
-from diloco_node.measure.requester import FlowRequest, new_measurement
+from diloco_node.measure.requester import FlowMeasured, FlowRequest, new_measurement
+from diloco_node.measure.samples import Latency, seconds_per_gb
 from diloco_node.numeric import NS_PER_S
 from diloco_node.wire import measure_messages as msg
 
@@ -34,10 +34,8 @@ Limits = Callable[[str], tuple[int | None, str]]
 class MeasureRequest:
     """An operator's request.
 
-    Attributes:
-        what: "latency", "bandwidth" or "mesh". peer: empty for a mesh.
-        warm_ns: None: by the round trip. bytes_max: of each flow.
-        load: latency also under load. reverse: bandwidth from the peer to here.
+    what: "latency", "bandwidth" or "mesh". peer: empty for a mesh. warm_ns: None: by the round trip. bytes_max: of each
+    flow. load: latency also under load. reverse: bandwidth from the peer to here.
     """
 
     what: str
@@ -52,15 +50,10 @@ class MeasureRequest:
 def parse_request(
     document: Mapping[str, Any], *, region: str, peers: tuple[str, ...], is_daemon: bool
 ) -> MeasureRequest:
-    """Check what came over the admin port, or from the command line.
+    """Check what came over the admin port, or from the command line. Raises ConfigError.
 
-    Args:
-        document: "what"; "peer" but for a mesh; "seconds"; and if wanted "warm_up_seconds", "bytes_max", "load",
-            "reverse". region: ours. peers: names that there are.
-        is_daemon: it is to be measured over the links of a running daemon.
-
-    Raises:
-        ConfigError: what is wrong with it.
+    document: "what"; "peer" but for a mesh; "seconds"; others of KEYS if wanted. is_daemon: it is to be measured over
+    the links of a running daemon.
     """
     unknown = sorted(document.keys() - KEYS)
     if unknown:
@@ -98,11 +91,7 @@ def _number(document: Mapping[str, Any], key: str, lower: float, upper: float) -
 class MeasureCommand:
     """Carries out what an operator requests, one command at a time.
 
-    Args:
-        region: ours. linked: has links to the peers. limits: of a daemon's links; None: there is no daemon.
-
-    Attributes:
-        peers: names that there are.
+    limits: of a daemon's links; None: there is no daemon.
     """
 
     def __init__(self, region: str, peers: tuple[str, ...], dial: Linked, limits: Limits | None = None) -> None:
@@ -112,18 +101,11 @@ class MeasureCommand:
         self._limits = limits
         self._is_running = False
 
-    async def run(
-        self, document: Mapping[str, Any], on_progress: OnProgress, on_partial: OnPartial = forget
-    ) -> Mapping[str, Any]:
-        """Measure.
+    async def run(self, document: Mapping[str, Any], on_progress: OnProgress) -> Mapping[str, Any]:
+        """Measure. document: see `parse_request`. on_progress: called with what goes on, for people.
 
-        Args:
-            document: see `parse_request`. on_progress: called with what goes on, for people.
-            on_partial: called with the document so far.
-
-        Raises:
-            ConfigError: it can't be asked for. PeersUnreachable: there is no link. DilocoError: another one runs, or it
-                failed.
+        Raises ConfigError: it can't be asked for. PeersUnreachable: there is no link. DilocoError: another one runs, or
+        it failed.
         """
         is_daemon = self._limits is not None
         request = parse_request(document, region=self._region, peers=self.peers, is_daemon=is_daemon)
@@ -133,30 +115,25 @@ class MeasureCommand:
         through = {"through": "daemon"} if is_daemon else {}
         measure = {"latency": self._latency, "bandwidth": self._bandwidth, "mesh": self._mesh}[request.what]
         try:
-            return {**await measure(request, on_progress, lambda so_far: on_partial({**so_far, **through})), **through}
+            return {**await measure(request, on_progress), **through}
         finally:
             self._is_running = False
 
-    async def _latency(self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
+    async def _latency(self, request: MeasureRequest, on_progress: OnProgress) -> dict[str, Any]:
         peer, seconds = request.peer, request.span_ns / NS_PER_S
         on_progress(f"round trips to {peer}")
         async with self._linked((peer,)) as measuring:
             about = {"from": self._region, "to": peer, "address": measuring.address(peer), "seconds": seconds}
             rows = [latency_document("none", await measuring.latency(peer, seconds))]
-            on_partial({**about, "rows": list(rows)})
             for load in ("out", "in") if request.load else ():
                 on_progress(f"round trips to {peer}, load {load}")
                 span_ns = min(request.span_ns + LOADED_MORE_NS, msg.SPAN_NS_MAX)
                 times, _ = await measuring.times(peer, span_ns, request.warm_ns)
                 flow = FlowRequest(peer, load == "out", times, request.bytes_max)
                 rows.append(latency_document(load, await measuring.loaded_latency(flow, seconds)))
-                on_partial({**about, "rows": list(rows)})
         return {**about, "rows": rows}
 
-    async def _bandwidth(
-        self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial
-    ) -> dict[str, Any]:
-        del on_partial  # there is one flow, and half of it is nothing
+    async def _bandwidth(self, request: MeasureRequest, on_progress: OnProgress) -> dict[str, Any]:
         peer = request.peer
         on_progress(f"round trips to {peer}")
         source, target = (peer, self._region) if request.reverse else (self._region, peer)
@@ -180,7 +157,7 @@ class MeasureCommand:
         limit, limited_by = (None, "") if request.reverse else self._limits(peer)
         return {**about, "limit_bytes_per_second": limit, "limited_by": limited_by}
 
-    async def _mesh(self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
+    async def _mesh(self, request: MeasureRequest, on_progress: OnProgress) -> dict[str, Any]:
         names = sorted((self._region, *self.peers))
         pairs = [(source, target) for source in names for target in names if source != target]
         seconds = request.span_ns / NS_PER_S
@@ -193,7 +170,6 @@ class MeasureCommand:
                     mesh["pairs"].append(pair_document((source, target), link))
                 except DilocoError as error:
                     mesh["failures"].append({"from": source, "to": target, "error": str(error)})
-                on_partial(mesh)
         return mesh
 
     async def _pair(self, measuring: Measuring, request: MeasureRequest, source: str, target: str) -> msg.LinkMeasured:
@@ -210,3 +186,58 @@ class MeasureCommand:
             return await measuring.remote_link(source, flow)
         is_sending = source == self._region
         return await measuring.link(target if is_sending else source, flow, is_sending=is_sending)
+
+
+def latency_document(load: str, latency: Latency) -> dict[str, Any]:
+    """A row of the table: `load` is "none", "out" or "in"."""
+    least = latency.tcp_rtt_min_ns
+    return {
+        "load": load,
+        "answered": latency.answered,
+        "unanswered": latency.unanswered,
+        "min_seconds": latency.min_ns / NS_PER_S,
+        "p50_seconds": latency.p50_ns / NS_PER_S,
+        "p99_seconds": latency.p99_ns / NS_PER_S,
+        "max_seconds": latency.max_ns / NS_PER_S,
+        "jitter_seconds": latency.jitter_ns / NS_PER_S,
+        "retransmitted_share": latency.retransmitted,
+        "tcp_rtt_min_seconds": None if least is None else least / NS_PER_S,
+    }
+
+
+def flow_document(flow: FlowMeasured, connections: int) -> dict[str, Any]:
+    """A test over so many connections for bulk; rates are payload bytes per second at the receiver."""
+    arrival, sending = flow.received, flow.sent
+    is_known = sending.sent_bytes >= 0
+    cpu = {"sender": (sending.cpu_ns, sending.cpu_span_ns), "receiver": (arrival.cpu_ns, arrival.cpu_span_ns)}
+    return {
+        "connections": connections,
+        "bytes_per_second": arrival.mean,
+        "bytes_per_second_median": arrival.median,
+        "bytes_per_second_p10": arrival.p10,
+        "bytes_per_second_p90": arrival.p90,
+        "cpu_seconds_per_gb": {end: round(seconds_per_gb(*cpu_use, arrival.mean), 4) for end, cpu_use in cpu.items()},
+        "sent_bytes": sending.sent_bytes if is_known else None,
+        "retransmitted_bytes": sending.retransmitted_bytes if is_known else None,
+        "counted_seconds": arrival.span_ns / NS_PER_S,
+        "wire_bytes": sending.wire_bytes,
+        "wire_bytes_per_second": sending.wire_bytes * NS_PER_S // max(1, sending.cpu_span_ns),
+    }
+
+
+def pair_document(pair: tuple[str, str], link: msg.LinkMeasured) -> dict[str, Any]:
+    """A way between two regions, as `plan --mesh` reads it, with further numbers."""
+    is_known = link.sent_bytes > 0
+    return {
+        "from": pair[0],
+        "to": pair[1],
+        "rtt_seconds": link.p50_ns / NS_PER_S,
+        "bytes_per_second": link.bytes_per_s,
+        "rtt_p99_seconds": link.p99_ns / NS_PER_S,
+        "jitter_seconds": link.jitter_ns / NS_PER_S,
+        "probes": link.answered + link.unanswered,
+        "unanswered": link.unanswered,
+        "bytes_per_second_p10": link.p10,
+        "bytes_per_second_p90": link.p90,
+        "retransmitted_share": link.retransmitted_bytes / link.sent_bytes if is_known else None,
+    }

@@ -39,12 +39,8 @@ IdentityError when the link to a single peer can't be had.
 class Measuring:
     """The measurements of one transport; implements `TransportHandler` for its KINDS. All on the event loop.
 
-    Args:
-        region: our name. peers: the others. transport: the links.
-        spawn: runs a task of the process. executor: for making what is sent, behind everything else.
-        now_ns: monotonic.
-        dial: has links to third regions when a peer asks for them; None: over the links of this transport.
-        is_bounded: peers may ask for so many bytes only: rounds use the same links.
+    dial: has links to third regions when a peer asks for them; None: over the links of this transport. is_bounded:
+    peers may ask for so many bytes only: rounds use the same links.
     """
 
     def __init__(
@@ -96,11 +92,7 @@ class Measuring:
         return self.gate.describe(now_ns=self._now_ns())
 
     def control_arrived(self, peer: str, message: MeasureMessage) -> None:
-        """Take a message of a peer.
-
-        Raises:
-            ProtocolViolation: it asks for more than the limits, twice the same, or answers more than was requested.
-        """
+        """Take a message of a peer. Raises ProtocolViolation: beyond the limits, twice the same, or not asked for."""
         match message:
             case msg.EchoRequest():
                 self.echoes.answer_request(peer, message)
@@ -158,8 +150,7 @@ class Measuring:
     async def latency(self, peer: str, span_s: float) -> Latency:
         """Round trips through the control lane, one echo every 10 ms, whether or not the one before came back.
 
-        Raises:
-            PeersUnreachable: there is no link. LinkLost: none came back. PeerError: another measurement runs here.
+        Raises PeersUnreachable: there is no link. LinkLost: none came back. PeerError: another measurement runs here.
         """
         with self.exclusive(f"latency to {peer}"):
             self._check_link(peer)
@@ -187,8 +178,7 @@ class Measuring:
     async def flow(self, request: FlowRequest) -> FlowMeasured:
         """Fill the measurement lane one way, and count at the far end.
 
-        Raises:
-            PeersUnreachable: there is no link. PeerError: it failed, or here or there another measurement runs.
+        Raises PeersUnreachable: there is no link. PeerError: it failed, or here or there another measurement runs.
         """
         with self.exclusive(f"bandwidth {'to' if request.is_sending else 'from'} {request.peer}"):
             self._check_link(request.peer)
@@ -200,12 +190,9 @@ class Measuring:
         return FlowTimes(warm_up_ns(rtt_ns) if warm_ns is None else warm_ns, span_ns), rtt_ns
 
     async def link(self, peer: str, request: msg.LinkTestRequested, *, is_sending: bool = True) -> msg.LinkMeasured:
-        """Measure one way between here and a peer: round trips, and a flow.
+        """Measure one way between here and a peer: round trips, and a flow. Raises: as `flow`.
 
-        Args:
-            request: its times; the region in it does not matter. is_sending: the flow goes from here to the peer.
-
-        Raises: as `flow`.
+        request: its times; the region in it does not matter.
         """
         with self.exclusive(f"the link to {peer}"):
             return (await self._link(peer, request, is_sending=is_sending))[0]
@@ -213,7 +200,6 @@ class Measuring:
     async def _link(
         self, peer: str, request: msg.LinkTestRequested, *, is_sending: bool
     ) -> tuple[msg.LinkMeasured, int]:
-        """See `link`; with the bytes that flowed."""
         self._check_link(peer)
         echoes = await self.echoes.measure(peer, request.probes_ns / NS_PER_S)
         times = FlowTimes(request.warm_up_ns or warm_up_ns(echoes.p50_ns), request.span_ns)

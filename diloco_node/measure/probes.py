@@ -87,10 +87,7 @@ class _Counted:
 class ProbeSender:
     """Sends probes to a peer until it is stopped, or has used up its bytes or its time. `run` once.
 
-    Args:
-        transport: carries them. peer: to whom. request: how much, how long.
-        body: `BODY_BYTES_MAX` bytes to send from.
-        booked: bytes of the measurement lane to this peer until now.
+    body: `BODY_BYTES_MAX` bytes to send from. booked: bytes of the measurement lane to this peer until now.
     """
 
     def __init__(
@@ -120,11 +117,7 @@ class ProbeSender:
         self._stop.set()
 
     async def run(self) -> MeasurementSent:
-        """Send; returns what was counted after the warm-up.
-
-        Raises:
-            LinkLost: the link went down, or nobody said that it is enough.
-        """
+        """Send; returns what was counted after the warm-up. Raises LinkLost: it is down, or nobody says "enough"."""
         tasks = [asyncio.create_task(self._fill(), name=f"probes {self._peer}") for _ in range(TRANSFERS_QUEUED)]
         stop = asyncio.create_task(self._stop.wait())
         try:
@@ -187,11 +180,7 @@ class ProbeSender:
 
 
 class ProbeReceiver:
-    """Counts the probes of one measurement as they arrive. `run` once.
-
-    Args:
-        request: how much, how long. now_ns: monotonic.
-    """
+    """Counts the probes of one measurement as they arrive. `run` once."""
 
     def __init__(self, request: MeasurementRequested, *, now_ns: Callable[[], int]) -> None:
         self._request = request
@@ -238,11 +227,7 @@ class ProbeReceiver:
         return self._marks[0][0] + self._request.warm_up_ns + self._request.span_ns
 
     async def run(self) -> MeasurementReceived:
-        """Wait for enough.
-
-        Raises:
-            LinkLost: nothing arrived.
-        """
+        """Wait for enough. Raises LinkLost: nothing arrived."""
         if not await _is_set_within(self._begun, START_S):
             raise LinkLost(f"nothing arrived in {START_S:.0f} s: rounds and recovery go before a measurement")
         cpu = [self._cpu_now()]
@@ -287,11 +272,7 @@ async def _is_set_within(event: asyncio.Event, limit_s: float) -> bool:
 
 
 class ProbeReceivers:
-    """The receivers that are here: brings what arrives to the one that it is for, and refuses what nobody agreed to.
-
-    Args:
-        peers: their names. now_ns: monotonic.
-    """
+    """The receivers that are here: brings what arrives to the right one, and refuses what nobody agreed to."""
 
     def __init__(self, peers: tuple[str, ...], *, now_ns: Callable[[], int]) -> None:
         self._now_ns = now_ns

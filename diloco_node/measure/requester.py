@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final, TypeVar
 
-from diloco_node.errors import LinkLost
-from diloco_node.measure.exchange import Exchange, ending
+from diloco_node.errors import DilocoError, LinkLost, PeerError, ProtocolViolation
+from diloco_node.escaping import escaped
 from diloco_node.measure.probes import (
     LATE_S,
     SENDER_GRACE_S,
@@ -29,6 +29,9 @@ from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
 from diloco_node.wire.measure_messages import MeasureMessage
 
+T = TypeVar("T")
+
+ANSWERS_MAX: Final = 8
 REPLY_S: Final = 10.0
 BODY_MADE_S: Final = 10.0
 """A busy machine takes so long to make what is sent."""
@@ -56,12 +59,56 @@ class FlowMeasured:
     used_bytes: int
 
 
-class MeasurementRequester:
-    """The exchanges with peers that were requested to measure.
+class Exchange:
+    """A peer's answers to one request of ours."""
 
-    Args:
-        transport: the links. receivers: those that are here. executor: makes what is sent.
-    """
+    def __init__(self, peer: str, measurement: int) -> None:
+        self.peer = peer
+        self.measurement = measurement
+        self._answers: asyncio.Queue[MeasureMessage | DilocoError] = asyncio.Queue(ANSWERS_MAX)
+
+    def take(self, message: MeasureMessage) -> None:
+        """The peer answered. Raises ProtocolViolation: more than was requested."""
+        try:
+            self._answers.put_nowait(message)
+        except asyncio.QueueFull:
+            raise ProtocolViolation(f"{self.peer} says more than it was asked in a measurement") from None
+
+    def fail(self, error: DilocoError) -> None:
+        """No further answer will come."""
+        while not self._answers.empty():
+            self._answers.get_nowait()
+        self._answers.put_nowait(error)
+
+    async def answer(self, kind: type[T], limit_s: float) -> T:
+        """The next answer, which must be of a kind. Raises PeerError."""
+        try:
+            async with asyncio.timeout(limit_s):
+                answer = await self._answers.get()
+        except TimeoutError:
+            raise LinkLost(f"{self.peer} said nothing for {limit_s:.0f} s ({kind.__name__} was due)") from None
+        if isinstance(answer, DilocoError):
+            raise answer
+        if isinstance(answer, msg.MeasurementDeclined):
+            raise PeerError(f"{self.peer} can't: {escaped(answer.reason)}")
+        if not isinstance(answer, kind):
+            raise PeerError(f"{self.peer} said {type(answer).__name__}; expected {kind.__name__}")
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def ending(*tasks: asyncio.Task[Any]) -> AsyncIterator[None]:
+    """Tasks that are over when this is."""
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class MeasurementRequester:
+    """The exchanges with peers that were requested to measure."""
 
     def __init__(self, transport: GrpcTransport, receivers: ProbeReceivers, executor: Executor) -> None:
         self._transport = transport

@@ -25,23 +25,14 @@ RemoteLink = Callable[[msg.LinkTestRequested], Awaitable[tuple[msg.LinkMeasured,
 
 @dataclass(slots=True)
 class _Serving:
-    """A peer's request, while it is carried out.
-
-    Attributes:
-        used_bytes: that flowed. is_admitted: the gate has not been told of its end yet.
-    """
+    """A peer's request, while it is carried out. is_admitted: the gate has not been told of its end yet."""
 
     used_bytes: int = 0
     is_admitted: bool = True
 
 
 class MeasurementResponder:
-    """The end of a measurement that answers.
-
-    Args:
-        transport: the links. gate: says what may run. receivers: those that are here. remote_link: see RemoteLink.
-        spawn: runs a task. executor: makes what is sent. now_ns: monotonic.
-    """
+    """The end of a measurement that answers."""
 
     def __init__(
         self,

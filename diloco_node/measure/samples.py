@@ -21,23 +21,17 @@ Mark = tuple[int, int]
 
 
 def percentile(values: Sequence[int], per_cent: int) -> int:
-    """The nearest-rank percentile: the smallest value that at least `per_cent` of all do not exceed.
-
-    Args:
-        values: at least one, in any order. per_cent: 1 to 100; of an odd number of values 50 is the median.
-    """
+    """The nearest-rank percentile: the smallest of some values that `per_cent` (1 to 100) of all do not exceed."""
     rank = -(-len(values) * per_cent // 100)
     return sorted(values)[rank - 1]
 
 
 def jitter_ns(rtts_ns: Sequence[int]) -> int:
-    """Interarrival jitter after the last sample, as RFC 3550 (6.4.1 and A.8) and mtr smooth it.
+    """Interarrival jitter after the last of round trips in the order of their sending, as RFC 3550 (6.4.1 and A.8) and
+    mtr smooth it.
 
     The difference of two neighbouring round trips stands for the difference of transit times; it enters with a
     sixteenth. 0 for fewer than two samples.
-
-    Args:
-        rtts_ns: in the order in which the probes were sent.
     """
     estimate = 0
     for before, now in pairwise(rtts_ns):
@@ -68,11 +62,7 @@ class Latency:
 
 
 def summarise_rtts(rtts_ns: Sequence[int], *, lost_count: int) -> Latency:
-    """Summarise round trips.
-
-    Args:
-        rtts_ns: of those answered, in the order they were sent; at least one.
-    """
+    """Summarise round trips. rtts_ns: of those answered, in the order they were sent; at least one."""
     return Latency(
         answered=len(rtts_ns),
         unanswered=lost_count,
@@ -86,12 +76,7 @@ def summarise_rtts(rtts_ns: Sequence[int], *, lost_count: int) -> Latency:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Bytes per second over a stretch of time.
-
-    Attributes:
-        mean: all bytes through all time, as iperf3 prints it.
-        median, p10, p90: of the windows; equal to the mean where nothing varies.
-    """
+    """Bytes per second. mean: all bytes through all time, as iperf3 prints it. median, p10, p90: of the windows."""
 
     mean: int
     median: int
@@ -110,8 +95,7 @@ def goodput(marks: Sequence[Mark], *, start_ns: int, span_ns: int) -> Goodput:
     Bytes come in chunks, on a slow link with long pauses between them; those of a chunk are taken to have arrived
     evenly since the mark before it. So neither windows nor edges see the grain of the chunks.
 
-    Args:
-        marks: times not falling, bytes counted from the start. span_ns: positive.
+    marks: times not falling, bytes counted from the start. span_ns: positive.
     """
     window_ns = window_length_ns(span_ns)
     edges = list(range(start_ns, start_ns + span_ns - window_ns + 1, window_ns))

@@ -21,7 +21,6 @@ from diloco_node.planning.plan import (
     list_flows,
     make_plan,
 )
-from diloco_node.planning.rates import format_rate, rate_setting
 
 RATE_MAX: Final = 10**14 // 8
 """Bytes per second (100 Tbit/s) beyond which a search gives up."""
@@ -31,6 +30,9 @@ SYNC_EVERY_LIMIT: Final = 100_000
 TIGHT: Final = Fraction(5, 100)
 """Less slack than this is named: a budget is used up to 95 % when there is work."""
 
+_UNITS: Final = ((10**12, "Tbit/s"), (10**9, "Gbit/s"), (10**6, "Mbit/s"), (10**3, "kbit/s"), (1, "bit/s"))
+_DIGITS: Final = 3
+
 BITS: Final = {Codec.INT4: 4, Codec.INT8: 8, Codec.BF16: 16, Codec.FP32: 32}
 
 
@@ -38,10 +40,8 @@ BITS: Final = {Codec.INT4: 4, Codec.INT8: 8, Codec.BF16: 16, Codec.FP32: 32}
 class Change:
     """A change that makes it fit, with everything else as it is.
 
-    Attributes:
-        settings: what to set, as (key, value): ("rounds.sync_every", "27"), ("budget", "2.5Gbit/s").
-        text: the same in words, with what it is now.
-        factor: how much larger or smaller the changed quantity becomes, above 1.
+    settings: what to set, as (key, value): ("rounds.sync_every", "27"), ("budget", "2.5Gbit/s"). text: the same in
+    words, with what it is now. factor: how much larger or smaller the changed quantity becomes, above 1.
     """
 
     settings: tuple[tuple[str, str], ...]
@@ -58,10 +58,8 @@ def mean_bits(settings: RunSettings) -> Fraction:
 
 
 def find_changes(plan: Plan) -> tuple[Change, ...]:
-    """Changes each of which makes a plan fit, by itself; none if it fits.
-
-    Sorted: those of one setting first, then by how much they change it.
-    """
+    """Changes each of which makes a plan fit, by itself: those of one setting first, then by how much they change it.
+    None if it fits."""
     if plan.fits:
         return ()
     candidates = (_longer_cycle(plan), _fewer_bits(plan), _larger_budget(plan), _more_rounds(plan))
@@ -77,10 +75,8 @@ def sync_every_min(plan: Plan) -> int | None:
 
 
 def budget_min(workload: Workload, network: Network) -> int | None:
-    """The smallest egress and ingress, in wire bytes per second of every region, that keeps the schedule.
-
-    The same for all of them, whatever each has now. None: links or delays are what is too slow.
-    """
+    """The smallest egress and ingress, in wire bytes per second of every region, that keeps the schedule. None: links
+    or delays are what is too slow."""
     return _least(lambda rate: fits(workload, network.with_budget(rate)), low=1, high=RATE_MAX)
 
 
@@ -178,7 +174,7 @@ def verdict(plan: Plan) -> str:
         rate = "" if plan.network.has_limits else ", whatever the rate"
         return (
             f"does not fit{rate}: a cycle of H = {plan.workload.settings.sync_every} steps is {_too_short(plan)} too "
-            f"short; {_decides(plan)}; as it is, each fragment is merged every {_steps_now(plan)} steps"
+            f"short; {_decides(plan)}; as it is, each fragment is merged every {float(plan.sync_every_kept):.1f} steps"
         )
     if not plan.network.has_limits:
         return "fits, as far as delays go: neither a budget nor a mesh was given"
@@ -213,10 +209,6 @@ def _flight(plan: Plan) -> str:
     )
 
 
-def _steps_now(plan: Plan) -> str:
-    return f"{float(plan.sync_every_kept):.1f}"
-
-
 def _number(value: Fraction) -> str:
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.3g}"
 
@@ -232,20 +224,13 @@ def budget_warning(
     ingress_bytes_per_s: int | None,
     overhead: Fraction = OVERHEAD,
 ) -> str:
-    """Warn when a running node can't keep its schedule within its budget; "" when it can.
+    """Warn when a running node can't keep its schedule within its budget: what is needed, what there is, what happens,
+    and each single change that would fit; "" when it can.
 
-    Args:
-        fragments: sizes of the model's fragments, `planning.sizes.fragment_sizes`.
-        settings: of the run.
-        regions: names of the live regions.
-        step_time_ns: median of the live learners; 0 (unknown) gives "".
-        rtt_ns: the largest to a live peer; 0 when unknown.
-        egress_bytes_per_s, ingress_bytes_per_s: this node's own budget now, wire bytes; None: no limit. All regions
-            are taken to have the same.
-        overhead: as learnt from the kernel's counters, a part of the payload.
-
-    Returns:
-        The line has what is needed, what there is, what happens, and each single change that would fit.
+    regions: the live ones. step_time_ns: median of the live learners; 0 (unknown) gives "". rtt_ns: the largest to a
+    live peer; 0 when unknown. egress_bytes_per_s, ingress_bytes_per_s: this node's own budget now, wire bytes; None: no
+    limit. All regions are taken to have the same. overhead: as learnt from the kernel's counters, a part of the
+    payload.
     """
     if step_time_ns <= 0 or not fragments or len(regions) < 2:
         return ""
@@ -261,10 +246,25 @@ def budget_warning(
     changes = find_changes(plan)
     remedy = "; any one of these would do: " + "; ".join(str(change) for change in changes) if changes else ""
     return (
-        f"the schedule can't be kept within the budget, H = {settings.sync_every} at {_seconds(step_time_ns)} a step: "
-        f"{_decides(plan)}; each fragment is merged every {_steps_now(plan)} steps instead{remedy}"
+        f"the schedule can't be kept within the budget, H = {settings.sync_every} at {step_time_ns / NS_PER_S:.3g} s a "
+        f"step: {_decides(plan)}; each fragment is merged every {float(plan.sync_every_kept):.1f} steps instead{remedy}"
     )
 
 
-def _seconds(ns: int) -> str:
-    return f"{ns / NS_PER_S:.3g} s"
+def format_rate(bytes_per_s: float | Fraction) -> str:
+    """Three digits in bits: `2.03 Gbit/s`."""
+    bits = 8 * float(bytes_per_s)
+    # 999.6 Mbit/s would be shown as "1e+03": a unit begins where three digits of the one below end.
+    size, unit = next((pair for pair in _UNITS if bits >= 0.9995 * pair[0]), _UNITS[-1])
+    number = bits / size
+    digits = 0 if number >= 99.95 else 1 if number >= 9.995 else 2
+    return f"{number:.{digits}f} {unit}"
+
+
+def rate_setting(bytes_per_s: int) -> str:
+    """A rate of at least this much as it is written in settings, rounded up to three digits: `2.04Gbit/s`."""
+    bits = 8 * bytes_per_s
+    size, unit = next((pair for pair in _UNITS if bits >= pair[0]), _UNITS[-1])
+    step = Fraction(max(1, 10 ** (len(str(bits)) - _DIGITS)))
+    ceiling = -(-bits // step) * step / size
+    return f"{float(ceiling):.{_DIGITS - 1}f}".rstrip("0").rstrip(".") + unit

@@ -17,11 +17,7 @@ LATE: Final = Fraction(110, 100)
 
 
 class MergePace:
-    """Rounds committed beside inner steps made.
-
-    Args:
-        fragments: P. sync_every: H.
-    """
+    """Rounds committed beside inner steps made. fragments: P. sync_every: H."""
 
     def __init__(self, fragments: int, sync_every: int) -> None:
         self._fragments = fragments

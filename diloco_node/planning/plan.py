@@ -23,6 +23,8 @@ from enum import StrEnum
 from fractions import Fraction
 from typing import Final
 
+from diloco_node.codec.blocks import FragmentBlocks
+from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import Codec, RunSettings
 from diloco_node.numeric import NS_PER_S
 from diloco_node.wire.learner_link import SPARE_SLOTS
@@ -53,12 +55,7 @@ GPU_ROOMS: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class FragmentSize:
-    """A fragment.
-
-    Attributes:
-        values: float32 values in it.
-        encoded: payload bytes of all of it, with scales, in each codec.
-    """
+    """A fragment. values: float32 values in it. encoded: payload bytes of all of it, with scales, in each codec."""
 
     values: int
     encoded: Mapping[Codec, int]
@@ -68,15 +65,10 @@ class FragmentSize:
 class Workload:
     """The model to train, and how often it is merged.
 
-    Attributes:
-        fragments: by index; their number is P, whatever `settings.fragments` says.
-        regions: names, at least one, each once.
-        settings: of the run.
-        step_time_ns: compute of one inner step.
-        overhead: wire bytes that come on top of each payload byte.
+    fragments: by index; their number is P, whatever `settings.fragments` says. step_time_ns: compute of one inner step.
+    overhead: wire bytes that come on top of each payload byte.
 
-    Raises:
-        ValueError: no fragments, no or repeated regions, or a step time that is not positive.
+    Raises ValueError: no fragments, no or repeated regions, or a step time that is not positive.
     """
 
     fragments: tuple[FragmentSize, ...]
@@ -118,11 +110,9 @@ class Workload:
 class Network:
     """Limits of the links, in wire bytes per second. A link that is not named has none.
 
-    Attributes:
-        rtt_ns: round trip between the two regions that are farthest apart: a round waits for the slowest.
-        egress, ingress: per region, all its peers together.
-        links: per (from, to).
-        is_budgeted: egress and ingress are budgets; False: they are the lines as far as measured links show them.
+    rtt_ns: between the two regions that are farthest apart: a round waits for the slowest. egress, ingress: per region,
+    all its peers together. links: per (from, to). is_budgeted: egress and ingress are budgets; False: they are the
+    lines as far as measured links show them.
     """
 
     rtt_ns: int
@@ -161,14 +151,10 @@ class FlowKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """The bytes through one region's egress or ingress, or over one link.
+    """The bytes through one region's egress or ingress, or over one link from `region` to `peer`, else "".
 
-    Attributes:
-        region: whose; of a link the sender.
-        peer: of a link the receiver, else "".
-        cycle_up, cycle_down: wire bytes of a whole cycle, of contributions and of merged stripes.
-        largest: wire bytes, both together, of the round of the largest fragment.
-        limit_bytes_per_s: None: unlimited.
+    cycle_up, cycle_down: wire bytes of a whole cycle, of contributions and of merged stripes. largest: of both together
+    in the round of the largest fragment. limit_bytes_per_s: None: unlimited.
     """
 
     kind: FlowKind
@@ -221,11 +207,9 @@ def list_flows(workload: Workload, network: Network) -> tuple[Flow, ...]:
 class RoundTime:
     """A round of a fragment of mean size, from due to applied.
 
-    Attributes:
-        latency_ns: eight one-way delays.
-        boundary_ns: waits for step boundaries, on average.
-        transfer_ns: contributions and then merged stripes at the limits of the slowest line; 0 without limits.
-        overlap_ns: tau steps: what it should take at most.
+    latency_ns: eight one-way delays. boundary_ns: waits for step boundaries, on average. transfer_ns: contributions and
+    then merged stripes at the limits of the slowest line; 0 without limits. overlap_ns: tau steps: what it should take
+    at most.
     """
 
     latency_ns: int
@@ -248,11 +232,8 @@ class RoundTime:
 class CycleNeed:
     """The shortest cycle that links and rounds in flight can keep.
 
-    Attributes:
-        bytes_ns: for the bytes of the busiest line; 0 without limits.
-        flight_ns: for P rounds, `rounds_in_flight_max` at a time.
-        busiest: the line with the least room; None without limits.
-        round_time: of a fragment of mean size.
+    bytes_ns: for the bytes of the busiest line; 0 without limits. flight_ns: for P rounds, `rounds_in_flight_max` at a
+    time. busiest: the line with the least room; None without limits.
     """
 
     bytes_ns: int
@@ -267,11 +248,7 @@ class CycleNeed:
 
 
 def cycle_need(workload: Workload, network: Network, flows: Sequence[Flow]) -> CycleNeed:
-    """Return what a cycle takes at least; it does not depend on H.
-
-    Args:
-        flows: `list_flows` of the same two.
-    """
+    """Return what a cycle takes at least; it does not depend on H. flows: `list_flows` of the same two."""
     limited_flows = [flow for flow in flows if flow.limit_bytes_per_s is not None]
     busiest = max(limited_flows, key=lambda flow: flow.duration_ns(flow.cycle), default=None)
     up_ns = max((flow.duration_ns(flow.cycle_up) for flow in limited_flows), default=0)
@@ -354,13 +331,7 @@ def storage(workload: Workload) -> Storage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that can be said about a workload on a network.
-
-    Attributes:
-        flows: of every region and link.
-        need: the shortest cycle.
-        storage: of one region.
-    """
+    """All that can be said about a workload on a network, for every region and link. storage: of one region."""
 
     workload: Workload
     network: Network
@@ -389,10 +360,8 @@ class Plan:
         return Fraction(flow.cycle * NS_PER_S, self.workload.cycle_ns)
 
     def peak(self, flow: Flow) -> Fraction | None:
-        """The rate at which rounds of the largest fragment end within tau steps, as many at once as then overlap.
-
-        None: no rate is enough, because delays and step boundaries alone take tau steps.
-        """
+        """The rate at which rounds of the largest fragment end within tau steps, as many at once as then overlap. None:
+        no rate is enough, because delays and step boundaries alone take tau steps."""
         round_time = self.need.round_time
         window_ns = round_time.overlap_ns - round_time.latency_ns - round_time.boundary_ns
         if window_ns <= 0:
@@ -406,3 +375,22 @@ def make_plan(workload: Workload, network: Network) -> Plan:
     """Do the arithmetic; `planning.advice` says what to change."""
     flows = list_flows(workload, network)
     return Plan(workload, network, flows, cycle_need(workload, network, flows), storage(workload))
+
+
+def fragment_sizes(manifest: Manifest) -> tuple[FragmentSize, ...]:
+    """The size of each fragment of a model, to the byte, by fragment index; zstd is not counted."""
+    return tuple(_size(fragment.piece_sizes) for fragment in manifest.fragments)
+
+
+def even_sizes(values: int, fragments: int) -> tuple[FragmentSize, ...]:
+    """A model of which only the size is known, cut into P equal fragments of one piece each. Raises ValueError: fewer
+    values than fragments, or no fragment."""
+    if not 1 <= fragments <= values:
+        raise ValueError(f"{values} values can't be cut into {fragments} fragments")
+    size, remainder = divmod(values, fragments)
+    large, small = _size((size + 1,)), _size((size,))
+    return (large,) * remainder + (small,) * (fragments - remainder)
+
+
+def _size(pieces: tuple[int, ...]) -> FragmentSize:
+    return FragmentSize(sum(pieces), {codec: FragmentBlocks(pieces, codec).encoded_bytes for codec in Codec})

@@ -96,10 +96,8 @@ class ChildLog:
                 show(data)
 
     def last_line(self) -> str:
-        """The last error of Python's in this life's output, else its last line; empty if it wrote none.
-
-        Libraries print more after a traceback, which says nothing of its cause.
-        """
+        """The last error of Python's in this life's output (libraries print more after a traceback), else its last
+        line."""
         lines = [line for line in self.tail.decode("utf-8", "replace").splitlines() if line.strip()]
         errors = [line for line in lines if _ERROR_LINE.fullmatch(line)]
         return (errors or lines or [""])[-1].strip()[:LAST_LINE_CHARS_MAX]
@@ -118,12 +116,10 @@ class ChildLog:
 
 
 class Child:
-    """A process that the supervisor keeps running, through all its lives.
+    """A process that the supervisor keeps running, through all its lives. death_signal: what it gets when that dies.
 
-    Args:
-        death_signal: what it gets when the supervisor dies.
-        logs_errors_only: its standard output is for people: it is shown, and is not in its log. Its standard
-            error is its log. is_shown: its log is shown, too; all of them are with `is_verbose`.
+    logs_errors_only: its standard output is for people: it is shown, and is not in its log. is_shown: its log is shown,
+    too; all of them are with `is_verbose`.
     """
 
     def __init__(
@@ -227,10 +223,8 @@ class Child:
         return time.monotonic() - self._started_s
 
     def schedule_restart(self, lived_s: float, *, ran_well: bool = False) -> float:
-        """Returns the wait in seconds: starts are the backoff apart, so who lived longer waits no more.
-
-        ran_well: what it did was useful, and it was killed from outside: the backoff begins anew.
-        """
+        """Returns the wait in seconds: starts are the backoff apart, so who lived longer waits no more. ran_well: what
+        it did was useful, and it was killed from outside: the backoff begins anew."""
         if ran_well or lived_s >= self._spec.healthy_s:
             self._backoff.reset()
         wait_s = max(0.0, self._backoff.next_s() - lived_s)
@@ -273,7 +267,6 @@ def _kill_group(pid: int, number: int) -> None:
 
 
 def _left_behind(marks: list[bytes]) -> list[int]:
-    """Processes whose environment holds all of these settings; ascending."""
     pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():

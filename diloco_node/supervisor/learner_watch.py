@@ -176,11 +176,8 @@ class LearnerWatch:
         return Action.NOTHING
 
     def ended(self, code: int, *, lived_s: float, now_s: float, last_line: str = "", memory_kills: int = 0) -> bool:
-        """A life is over. Returns whether the next one may begin.
-
-        code: as in subprocess: negative for a signal. memory_kills: of the whole machine so far, see
-        `child.memory_kills`.
-        """
+        """A life is over; may the next one begin? code: as in subprocess. memory_kills: so far, see
+        `child.memory_kills`."""
         self.exit_code = code
         has_hung, self._aborted_s = self._aborted_s is not None, None
         if code == 0 and not has_hung:

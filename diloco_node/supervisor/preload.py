@@ -48,10 +48,7 @@ _HAS_RANKS: Final = "starts its ranks itself, each as a process of its own"
 
 
 def forkable_command(command: Sequence[str]) -> tuple[int, str]:
-    """Where in a learner's command the script, or `-m`, stands; or why the command can't be run in a fork.
-
-    Returns: the index and "", or 0 and a reason.
-    """
+    """Where in a learner's command the script, or `-m`, stands, and ""; or 0, and why it can't be run in a fork."""
     name = Path(command[0]).name
     if name in _LAUNCHERS:
         return 0, f"{name} {_HAS_RANKS}"
@@ -123,14 +120,8 @@ ServerEvent = ServerReady | ServerEnded
 class ForkServer:
     """The fork server through all its lives. All methods must be called from the supervisor's main thread.
 
-    Args:
-        modules: to import. command: the learner's; `forkable_command` has found its script at `at`.
-        write: takes what its modules print. report: takes what happens to it, from other threads.
-        say: takes a line for the supervisor's log. backoff: waits before it is started again.
-
-    Attributes:
-        pid: its process; 0 while there is none. is_starting: it imports.
-        restart_at_s: when it is to be started again, by the monotonic clock; None if it is not.
+    at: the script's place in the command (`forkable_command`). report: takes what happens to it, from other threads.
+    pid: 0 while there is none. restart_at_s: by the monotonic clock; None: it is not to be started again.
     """
 
     def __init__(

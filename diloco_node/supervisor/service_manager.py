@@ -17,11 +17,8 @@ PATIENCE_S: Final = 2.0
 
 
 class ServiceManager:
-    """The service manager that an environment names, or none: then nothing is said.
-
-    pid: of this process; a watchdog that is meant for another one is left alone.
-    alive_every_s: between two calls of `alive`, half of what the manager allows; 0: it has no watchdog.
-    """
+    """The service manager that an environment names for the process `pid`, or none: then nothing is said.
+    alive_every_s: between two calls of `alive`, half of what the manager allows; 0: it has no watchdog."""
 
     def __init__(self, env: Mapping[str, str], pid: int) -> None:
         place = env.get("NOTIFY_SOCKET", "")

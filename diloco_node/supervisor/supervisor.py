@@ -258,7 +258,6 @@ class _Supervisor:
         return f"; {place.loss}" if is_own and place is not None else ""
 
     def _look_at(self, learner: Child) -> None:
-        """Whether the learner makes steps."""
         counters = self._memory.contents(COUNTERS_AREA)
         action = self._watch.look(counters, now_s=time.monotonic(), place=self._place())
         if action is Action.ABORT:
@@ -272,7 +271,6 @@ class _Supervisor:
             write_process(self._spec.state_dir, self._watch.document())
 
     def _revive_learner(self) -> None:
-        """Start it at once, whether it waits or was stopped."""
         learner = self._learner
         if learner is None or learner.is_running:
             self.say("signal SIGUSR1: there is no learner to be started")
@@ -357,10 +355,8 @@ class _Supervisor:
 def run_supervisor(spec: SupervisorSpec) -> int:
     """Run a region's two processes until the run is over or a signal comes. Call from the main thread.
 
-    Returns: the exit code (see the module's docstring).
-
-    Raises StorageError: the state folder can't be made or locked, or another supervisor runs on it. BindError: the
-    memory socket can't be bound.
+    Returns: the exit code (see the module's docstring). Raises StorageError: the state folder can't be made or locked,
+    or another supervisor runs on it. BindError: the memory socket can't be bound.
     """
     try:
         spec.state_dir.mkdir(parents=True, exist_ok=True)

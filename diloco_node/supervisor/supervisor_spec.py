@@ -18,19 +18,12 @@ LEARNER_SHARE: Final = 0.8
 class SupervisorSpec:
     """The processes to run, and the waits between their lives.
 
-    Attributes:
-        state_dir: the region's folder; logs go to `logs/daemon.log` and `logs/learner.log` in it.
-        daemon_command, learner_command: argument lists; no learner command: the region is a witness, or its learner
-            is started by someone else.
-        env: added to the children's environment, beside DILOCO_SOCKET, DILOCO_SUPERVISOR and DILOCO_STATE.
-        backoff_min_s, backoff_max_s: before the first and the later restarts; anew after a life of `healthy_s`.
-        stop_s: from SIGTERM to SIGKILL, for all of them: the learner has LEARNER_SHARE of it, the daemon the rest.
-        daemon_first_s: for which a start of the learner waits, at most, until the daemon is up.
-        finish_s: what the learner has to end by itself once the daemon has finished the run.
-        hang_s: a learner that makes no step for so long may hang; 0: it never does.
-        is_echoing: what people read also goes to the supervisor's own standard error; so does, with `is_verbose`,
-            the daemon's log.
-        preload: modules that the process imports from which the learner is forked; none: it is never forked.
+    learner_command: None: the region is a witness, or its learner is started by someone else. env: added to the
+    children's environment. backoff_min_s, backoff_max_s: before the first and the later restarts; anew after a life of
+    `healthy_s`. stop_s: from SIGTERM to SIGKILL, for all of them: the learner has LEARNER_SHARE of it, the daemon the
+    rest. daemon_first_s: for which a start of the learner waits, at most, until the daemon is up. finish_s: what the
+    learner has to end by itself once the daemon has finished the run. hang_s: see `learner_watch`. is_echoing: what
+    people read also goes to the supervisor's own standard error; so does, with `is_verbose`, the daemon's log.
     """
 
     region: str

@@ -16,7 +16,7 @@ from diloco_node.daemon.final_model import write_final
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.daemon.spec import NodeSpec
-from diloco_node.integrations import hf_export
+from diloco_node.integrations import model_export
 from diloco_node.learner.builtin.shape import ModelSettings, hf_config, parameter_shapes
 from diloco_node.main import main
 from diloco_node.state_names import NODE_NAME
@@ -239,7 +239,7 @@ def test_a_model_that_transformers_does_not_know_is_plain_tensors_and_its_config
 def test_without_transformers_the_built_in_model_is_plain_tensors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf_export, "is_known", lambda config: False)
+    monkeypatch.setattr(model_export, "is_known", lambda config: False)
     assert exported(capsys, a_region(tmp_path / "a"), tmp_path / "out", "--dtype", "bfloat16")[0] == 0
     for name, values in tensors_of(BUILTIN, 4, 6).items():
         assert torch.equal(held(tmp_path / "out")[name], torch.from_numpy(values).bfloat16())

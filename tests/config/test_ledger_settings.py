@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from diloco_node.config.field_types import changes
 from diloco_node.config.ledger_settings import changed_settings
 from diloco_node.config.reference import settings as all_settings
 from diloco_node.config.resolve import load_config
-from diloco_node.config.setting import changes
 from diloco_node.config.setting_texts import change_lines, difference_lines, setting_texts
 from diloco_node.core.settings_body import LEDGER_KEYS, SettingsBody
 from diloco_node.core.types import RunSettings

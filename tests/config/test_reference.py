@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from diloco_node.config.field_types import changes, touch_when
 from diloco_node.config.reference import SECTIONS, explanation, settings
 from diloco_node.config.resolve import load_config
 from diloco_node.config.schema import FIXED_IN_A_RUN, RoundsSection, Tree
-from diloco_node.config.setting import changes, touch_when
 from diloco_node.wire.field_bounds import SETTING_BYTES
 from tests.kit.repository import ROOT
 from tests.kit.settings_page import ABOUT, COMMAND, settings_page

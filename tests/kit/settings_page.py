@@ -5,8 +5,8 @@ After a change: `python -m tests.kit.settings_page > docs/settings.md`.
 
 import sys
 
+from diloco_node.config.field_types import changes, touch_when
 from diloco_node.config.reference import SECTIONS, allowed, default_text, settings
-from diloco_node.config.setting import changes, touch_when
 
 COMMAND = "python -m tests.kit.settings_page > docs/settings.md"
 ABOUT = {

@@ -1,10 +1,10 @@
-"""measure/documents.py: the numbers of a document, each from those that a person can check."""
+"""measure/measurement.py: the numbers of a document, each from those that a person can check."""
 
 from dataclasses import replace
 
 import pytest
 
-from diloco_node.measure.documents import flow_document, latency_document, pair_document
+from diloco_node.measure.measurement import flow_document, latency_document, pair_document
 from diloco_node.measure.requester import FlowMeasured
 from diloco_node.measure.samples import summarise_rtts
 from diloco_node.wire.measure_messages import LinkMeasured, MeasurementReceived, MeasurementSent

@@ -1,4 +1,4 @@
-"""measure/exchange.py, measure/echoes.py: what a peer may answer in a measurement; silence and nonsense."""
+"""measure/requester.py, measure/echoes.py: what a peer may answer in a measurement; silence and nonsense."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 
 from diloco_node.errors import LinkLost, PeerError, ProtocolViolation
 from diloco_node.measure.echoes import Echoes, share_retransmitted
-from diloco_node.measure.exchange import ANSWERS_MAX, Exchange, ending
+from diloco_node.measure.requester import ANSWERS_MAX, Exchange, ending
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.wire import measure_messages as msg
 

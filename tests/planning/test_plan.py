@@ -22,14 +22,24 @@ from diloco_node.planning.advice import (
     budget_warning,
     find_changes,
     fits,
+    format_rate,
     mean_bits,
+    rate_setting,
     sync_every_min,
     verdict,
     with_settings,
 )
-from diloco_node.planning.plan import FlowKind, FragmentSize, Network, Plan, Workload, make_plan, storage
-from diloco_node.planning.rates import format_rate, rate_setting
-from diloco_node.planning.sizes import even_sizes, fragment_sizes
+from diloco_node.planning.plan import (
+    FlowKind,
+    FragmentSize,
+    Network,
+    Plan,
+    Workload,
+    even_sizes,
+    fragment_sizes,
+    make_plan,
+    storage,
+)
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.tensor_files import HEADER_BYTES
 

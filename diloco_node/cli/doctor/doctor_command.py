@@ -51,13 +51,13 @@ def examination(
     """Examine category by category. Checks that need run.toml or a certificate are left out when that is wrong."""
     import datetime as dt
 
-    from diloco_node.cli.doctor import examine, membership
+    from diloco_node.cli.doctor import examine, verdicts
 
     try:
         patient = patient_of(config, region, assignments)
     except ConfigError as error:
         path, hint = str(config or "run.toml"), "do what it says, or write a new one: diloco-node init"
-        yield membership.settings_read(path, str(error), hint)
+        yield verdicts.settings_read(path, str(error), hint)
         yield from examine.examine_machine(None)
         return
     yield from examine.examine_settings(patient)

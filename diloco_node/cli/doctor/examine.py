@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_node import __version__
 from diloco_node.cli import start
-from diloco_node.cli.doctor import machine, membership, network, topics
 from diloco_node.cli.doctor import machine_facts as probes
+from diloco_node.cli.doctor import topics, verdicts
 from diloco_node.errors import BindError, ConfigError, DilocoError, IdentityError, PeerError
 from diloco_node.health.finding import Finding, read_alert
 from diloco_node.health.reading import rows, section
@@ -70,7 +70,7 @@ def examine_machine(patient: Patient | None) -> Iterator[Finding]:
     yield from _kernel()
     if patient is not None:
         yield from _disk_and_memory(patient)
-    yield machine.clock_sync(probes.is_clock_synced())
+    yield verdicts.clock_sync(probes.is_clock_synced())
 
 
 def _kernel() -> Iterator[Finding]:
@@ -79,16 +79,16 @@ def _kernel() -> Iterator[Finding]:
 
     controls = own_congestion_controls()
     if controls is not None:
-        yield machine.congestion_control(controls.usual, controls.long_rtt)
-    yield machine.tcp_buffers(*(probes.sysctl_last(f"net/ipv4/tcp_{name}") for name in ("rmem", "wmem")))
-    yield machine.descriptors(probes.descriptor_limit(), DESCRIPTORS_LOW)
+        yield verdicts.congestion_control(controls.usual, controls.long_rtt)
+    yield verdicts.tcp_buffers(*(probes.sysctl_last(f"net/ipv4/tcp_{name}") for name in ("rmem", "wmem")))
+    yield verdicts.descriptors(probes.descriptor_limit(), DESCRIPTORS_LOW)
 
 
 def _disk_and_memory(patient: Patient) -> Iterator[Finding]:
     needs = patient.storage()
     folder = probes.nearest_folder(patient.folder.resolve())
     free, error = probes.free_bytes(folder)
-    yield machine.disk_space(
+    yield verdicts.disk_space(
         str(patient.folder),
         free=free,
         usage=probes.used_bytes(patient.folder),
@@ -96,12 +96,12 @@ def _disk_and_memory(patient: Patient) -> Iterator[Finding]:
         error=error,
     )
     heartbeat_s = patient.config.rounds.heartbeat.ns / 1e9
-    yield machine.fsync_time([] if free is None else probes.fsync_seconds(folder), heartbeat_s)
+    yield verdicts.fsync_time([] if free is None else probes.fsync_seconds(folder), heartbeat_s)
     if free is not None:  # else that is what is wrong
-        yield machine.locks(probes.lock_error(folder))
+        yield verdicts.locks(probes.lock_error(folder))
         yield _sockets(patient.folder.resolve(), folder)
     need = None if needs is None else needs.memory
-    yield machine.memory(probes.available_memory(), need, is_taken=patient.status is not None)
+    yield verdicts.memory(probes.available_memory(), need, is_taken=patient.status is not None)
 
 
 def _sockets(state_dir: Path, folder: Path) -> Finding:
@@ -109,22 +109,22 @@ def _sockets(state_dir: Path, folder: Path) -> Finding:
     try:
         place = socket_path(state_dir, MEMORY_SOCKET_NAME).parent
     except (BindError, OSError) as error:
-        return machine.sockets("", str(error), is_direct=False)
+        return verdicts.sockets("", str(error), is_direct=False)
     is_direct = place == state_dir
-    return machine.sockets(str(place), probes.bind_error(folder if is_direct else place), is_direct=is_direct)
+    return verdicts.sockets(str(place), probes.bind_error(folder if is_direct else place), is_direct=is_direct)
 
 
 def examine_settings(patient: Patient) -> Iterator[Finding]:
     """Compare run.toml with the settings with which each region on this machine was started."""
     from diloco_node.daemon.spec import NodeSpec
 
-    yield membership.settings_read(str(patient.config.path), "", "")
+    yield verdicts.settings_read(str(patient.config.path), "", "")
     now = dataclasses.asdict(patient.config.run_settings())
     for name in patient.config.regions:
         file = patient.config.state_dir(name) / NODE_NAME
         if probes.is_there(file):
             try:
-                yield membership.settings_kept(name, dataclasses.asdict(NodeSpec.load(file).settings), now)
+                yield verdicts.settings_kept(name, dataclasses.asdict(NodeSpec.load(file).settings), now)
             except DilocoError as error:
                 yield topics.UNCHANGED.warning(str(error), f"start {name} again: the file is written anew")
 
@@ -137,14 +137,14 @@ def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[Finding],
     try:
         identity = load_identity(folder, region=patient.region, run_id=patient.config.run.id, now=now)
     except IdentityError as error:
-        return [membership.certificate(str(folder), str(error))], None
+        return [verdicts.certificate(str(folder), str(error))], None
     key = folder / "node.key"
     fingerprint = identity.certificate.fingerprint.hex()
     is_taken = section(patient.status or {}, "certificate").get("fingerprint", fingerprint) == fingerprint
     findings = [
-        membership.certificate(f"{identity.region} of run {identity.run_id}", "", is_taken=is_taken),
-        membership.certificate_expiry(identity.certificate.not_after, now),
-        membership.key_mode(str(key), key.stat().st_mode),
+        verdicts.certificate(f"{identity.region} of run {identity.run_id}", "", is_taken=is_taken),
+        verdicts.certificate_expiry(identity.certificate.not_after, now),
+        verdicts.key_mode(str(key), key.stat().st_mode),
     ]
     return findings, identity
 
@@ -156,7 +156,7 @@ def examine_ports(patient: Patient) -> Iterator[Finding]:
     for host, port, key in ports:
         if port:
             error = _bind_error(host, port, f"regions.{patient.region}.{key}")
-            yield membership.port(f"{host}:{port}", error, is_own)
+            yield verdicts.port(f"{host}:{port}", error, is_own)
 
 
 def _bind_error(host: str, port: int, setting: str) -> str:
@@ -179,36 +179,36 @@ def examine_peers(patient: Patient, identity: Identity) -> Iterator[Finding]:
         else:
             answer, mtu = results[peer].answer, results[peer].mtu
             if isinstance(answer, PeerError):
-                yield network.peer_refused(peer, address, str(answer))
+                yield verdicts.peer_refused(peer, address, str(answer))
             else:
                 yield from _answer_findings(peer, address, answer, patient.config)
             if mtu is not None:
-                yield network.path_mtu(peer, mtu.mtu, is_through=mtu.is_through, sent_bytes=SENT_BYTES)
+                yield verdicts.path_mtu(peer, mtu.mtu, is_through=mtu.is_through, sent_bytes=SENT_BYTES)
         entries = rows(patient.status or {}, "peers")
-        yield from (network.peer_link(entry) for entry in entries if entry.get("name") == peer)
+        yield from (verdicts.peer_link(entry) for entry in entries if entry.get("name") == peer)
 
 
 def _answer_findings(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -> Iterator[Finding]:
     from diloco_node.wire.envelope import LinkRole, settings_difference
     from diloco_node.wire.message_tables import PROTOCOL_VERSION
 
-    yield network.peer_answered(peer, address, answer.rtt_s, answer.hello.role)
-    yield network.peer_version(peer, answer.hello.protocol_version, PROTOCOL_VERSION)
+    yield verdicts.peer_answered(peer, address, answer.rtt_s, answer.hello.role)
+    yield verdicts.peer_version(peer, answer.hello.protocol_version, PROTOCOL_VERSION)
     if answer.hello.role is LinkRole.TRAINING:
         settings = tuple(f"{key}={value}" for key, value in config.shared_settings().items())
         difference = settings_difference(settings, answer.hello.settings)
         founding = answer.hello.founding_digest  # empty once the run has begun: its ledger has those settings
         ours = config.settings_digest() + (founding and config.founding_digest())
-        yield membership.settings_equal(peer, ours, answer.hello.settings_digest + founding, difference)
+        yield verdicts.settings_equal(peer, ours, answer.hello.settings_digest + founding, difference)
     if answer.clock_ahead_s is not None:
-        yield machine.clock_of_peer(peer, answer.clock_ahead_s)
+        yield verdicts.clock_of_peer(peer, answer.clock_ahead_s)
 
 
 def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[Finding]:
     """Check what the learner's process needs. command: the user's own; empty: the built-in trainer."""
     config = patient.config
     modules = start.preload_modules(config, command)
-    yield membership.preload(modules, probes.missing_modules(modules))
+    yield verdicts.preload(modules, probes.missing_modules(modules))
     errors = []
     checks: list[Callable[[], None]] = [partial(start.check_init, config), partial(start.check_command, command)]
     if not command:
@@ -218,16 +218,16 @@ def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[Findin
             check()
         except ConfigError as error:
             errors.append(str(error))
-    yield membership.learner_files(errors)
+    yield verdicts.learner_files(errors)
 
 
 def examine_run(patient: Patient) -> Iterator[Finding]:
     """Report what the region's daemon says, where one runs."""
-    yield network.daemon(patient.region, patient.status)
+    yield verdicts.daemon(patient.region, patient.status)
     if patient.status is None:
         return
     yield from _witness(rows(section(patient.status, "members"), "rows"))
-    yield from map(network.alert, map(read_alert, rows(section(patient.status, "health"), "alerts")))
+    yield from map(verdicts.alert, map(read_alert, rows(section(patient.status, "health"), "alerts")))
 
 
 def _witness(members: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:

@@ -144,11 +144,7 @@ def _own_group() -> str:
 
 
 def group_memory(root: Path, group: str) -> int | None:
-    """Bytes that a control group (version 2) and those above it still allow; None: none of them has a limit.
-
-    Args:
-        root: where they are mounted. group: the group, below the root.
-    """
+    """Bytes that a control group (version 2) below `root` and those above it still allow; None: none has a limit."""
     folder = root / group.lstrip("/")
     rooms = [_left_in(ancestor) for ancestor in (folder, *folder.parents) if ancestor.is_relative_to(root)]
     return min((room for room in rooms if room is not None), default=None)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from diloco_node.cli.findings import finding_lines
+from diloco_node.cli.tables import finding_lines
 from diloco_node.escaping import escaped
 from diloco_node.health.finding import Finding, Mark
 

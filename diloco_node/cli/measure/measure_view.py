@@ -1,4 +1,4 @@
-"""Output of `measure` for people: the documents of `measure.documents` as tables."""
+"""Output of `measure` for people: the documents of `measure.measurement` as tables."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ def show(document: Mapping[str, Any]) -> None:
             lines.append(f"its bytes (--most) were used up early: {document['counted_seconds']:.2g} s were counted")
     else:
         lines = mesh_table(document)
-    if document.get("ended_early"):
-        lines.append("ended early: this is what was measured until then")
     for line in lines:
         typer.echo(line)
 

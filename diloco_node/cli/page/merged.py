@@ -49,11 +49,8 @@ async def _serve(regions: MergedRegions, port: int) -> None:
 
 
 class MergedRegions:
-    """All regions together. A region that was there once stays, as one that does not answer.
-
-    Args:
-        find: the regions to ask. It is called again and again: one that starts again may have another port.
-    """
+    """All regions together. A region that was there once stays, as one that does not answer. `find` is called again and
+    again: one that starts again may have another port."""
 
     def __init__(self, find: Callable[[], Sequence[Target]]) -> None:
         self._find = find

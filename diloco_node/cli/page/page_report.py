@@ -23,10 +23,7 @@ DOCUMENT_BYTES_MAX: Final = 16 * 2**20
 
 
 def write_page(folder: Path, path: Path) -> Path:
-    """Write the page, and return its path.
-
-    Raises ConfigError: the folder holds no region. StorageError: the file can't be written.
-    """
+    """Write the page. Raises ConfigError: the folder holds no region. StorageError: the file can't be written."""
     snapshot = run_snapshot(folder)
     try:
         path.write_text(page_with(snapshot), encoding="utf-8")
@@ -36,10 +33,7 @@ def write_page(folder: Path, path: Path) -> Path:
 
 
 def run_snapshot(folder: Path) -> dict[str, Any]:
-    """Collect what all regions of a folder show: those that run, as they answer; the others, as their files have it.
-
-    Raises ConfigError: there are none.
-    """
+    """Collect what all regions of a folder show: as they answer, else as their files have it. Raises ConfigError."""
     regions = [region for place in folders_with(NODE_NAME, folder) if (region := _region(place)) is not None]
     if not regions:
         raise ConfigError(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from pydantic import BaseModel, Field, ValidationError
 
 from diloco_node.core.merge.fragments import VALUES_MAX, Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import RunSettings
@@ -37,13 +38,10 @@ MESH_SHAPE: Final = (
 class Source:
     """A model and the settings it is to be trained with.
 
-    Attributes:
-        origin: "--parameters 5e9", "run.toml (built-in model)", "state/us-east".
-        values: parameters, when only the size is known; the fragments are then equal.
-        manifest: the cut of a known model, else None. settings: of the run, before flags.
-        regions: names; empty when nobody named them.
-        step_time_ns, rtt_ns: as a running region tells them; 0 when unknown.
-        limits: ceilings by region, wire bytes per second, the least of the day.
+    origin: "--parameters 5e9", "run.toml (built-in model)", "state/us-east". values: parameters, when only the size is
+    known; the fragments are then equal. manifest: the cut of a known model. regions: empty when nobody named them.
+    step_time_ns, rtt_ns: as a running region tells them; 0 when unknown. limits: ceilings by region, wire bytes per
+    second, the least of the day.
     """
 
     origin: str
@@ -67,7 +65,7 @@ class Source:
 
     def sizes(self, fragments: int) -> tuple[FragmentSize, ...]:
         """The model cut into this many fragments. Raises ConfigError: it can't be cut so fine."""
-        from diloco_node.planning.sizes import even_sizes, fragment_sizes
+        from diloco_node.planning.plan import even_sizes, fragment_sizes
 
         if self.manifest is not None:
             is_cut_so = len(self.manifest.fragments) == fragments
@@ -136,10 +134,7 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
 
 
 def source_of_state(folder: Path) -> Source:
-    """Read a region's folder, and ask its daemon if that answers.
-
-    Raises StorageError: the region has not seen its model yet, or a file is damaged.
-    """
+    """Read a region's folder, and ask its daemon. Raises StorageError: no model was seen yet, or a file is damaged."""
     from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
     from diloco_node.daemon.spec import NodeSpec
 
@@ -161,11 +156,7 @@ def _regions_of(spec: NodeSpec) -> tuple[str, ...]:
 
 
 def _limits_of(spec: NodeSpec) -> dict[str, RateLimits]:
-    """Ceilings by region, the least of the day: of all regions as run.toml has them now; where that is not at hand, of
-    this region as it was started.
-
-    Raises ConfigError: run.toml is wrong.
-    """
+    """The least ceilings of the day, by region: as run.toml has them now, else of this region as it was started."""
     from diloco_node.config.resolve import load_config
 
     if spec.config_file is None or not spec.config_file.exists():
@@ -185,12 +176,8 @@ def _live_times(folder: Path) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Results of `measure mesh`, per ordered pair of regions.
-
-    Attributes:
-        regions: names, sorted. rtt_ns: round trip. Pairs that could not be measured are missing.
-        goodput: payload bytes per second, when nothing else was sent.
-    """
+    """Results of `measure mesh`, per ordered pair of regions that could be measured. goodput: payload bytes per second,
+    when nothing else was sent."""
 
     regions: tuple[str, ...]
     rtt_ns: Mapping[tuple[str, str], int]
@@ -231,54 +218,45 @@ class Mesh:
         )
 
 
+class _Pair(BaseModel):
+    source: str = Field(alias="from")
+    to: str
+    rtt_seconds: float = Field(ge=0, le=RTT_S_MAX, strict=True)
+    bytes_per_second: float = Field(ge=1, le=RATE_MAX, strict=True)
+
+
+class _MeshFile(BaseModel):
+    regions: list[str] = Field(min_length=2, max_length=MESH_REGIONS_MAX)
+    pairs: list[_Pair] = Field(min_length=1)
+
+
 def read_mesh(path: Path) -> Mesh:
     """A file as `measure mesh --json` writes it; other keys than the ones named are passed over.
 
     Raises ConfigError: it can't be read, is not of that shape, or has no pair.
     """
+    pairs: dict[tuple[str, str], _Pair] = {}
     try:
         if path.stat().st_size > MESH_BYTES_MAX:
             raise ValueError(f"it has more than {MESH_BYTES_MAX} bytes")
-        document = json.loads(path.read_text())
+        file = _MeshFile.model_validate_json(path.read_bytes())
+        if len(set(file.regions)) != len(file.regions):
+            raise ValueError("a region is there twice")
+        for entry in file.pairs:
+            pair = entry.source, entry.to
+            if pair in pairs or entry.source == entry.to or not set(pair) <= set(file.regions):
+                raise ValueError(f"pair {pair[0]} to {pair[1]} is there twice, or not of two regions")
+            pairs[pair] = entry
     except OSError as error:
-        raise ConfigError(f"--mesh {path} can't be read ({error.strerror}): `measure mesh --out` writes one") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--mesh {path} is no JSON ({error}): `measure mesh --out` writes one") from error
-    try:
-        return _mesh(document)
-    except (KeyError, TypeError, ValueError) as error:
-        fault = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(
+            f"--mesh {path} can't be read ({error.strerror}): `measure mesh --json` writes one"
+        ) from error
+    except ValueError as error:
+        fault = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            fault = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
         raise ConfigError(f"--mesh {path}: {fault}; it must be {MESH_SHAPE}") from error
-
-
-def _mesh(document: Any) -> Mesh:
-    if not isinstance(document, dict):
-        raise ValueError("it is no JSON object")
-    regions = document["regions"]
-    if not isinstance(regions, list) or not all(isinstance(name, str) for name in regions):
-        raise ValueError("regions is no list of names")
-    if not 2 <= len(regions) <= MESH_REGIONS_MAX or len(set(regions)) != len(regions):
-        raise ValueError(f"it needs from 2 to {MESH_REGIONS_MAX} regions, each once")
-    rtt_ns: dict[tuple[str, str], int] = {}
-    goodput: dict[tuple[str, str], int] = {}
-    pairs = document["pairs"]
-    if not isinstance(pairs, list) or not all(isinstance(entry, dict) for entry in pairs):
-        raise ValueError("pairs is no list of objects")
-    for entry in pairs:
-        pair = entry["from"], entry["to"]
-        if pair in rtt_ns or pair[0] == pair[1] or not set(pair) <= set(regions):
-            raise ValueError(f"pair {pair[0]} to {pair[1]} is there twice, or not of two regions")
-        rtt_ns[pair] = int(1e9 * _number(entry, "rtt_seconds", pair, RTT_S_MAX))
-        goodput[pair] = int(_number(entry, "bytes_per_second", pair, RATE_MAX))
-        if goodput[pair] < 1:
-            raise ValueError(f"pair {pair[0]} to {pair[1]}: bytes_per_second is 0, they don't reach each other")
-    if not rtt_ns:
-        raise ValueError("no pair was measured")
-    return Mesh(tuple(sorted(regions)), rtt_ns, goodput)
-
-
-def _number(entry: Mapping[str, Any], key: str, pair: tuple[str, str], highest: float) -> float:
-    value = entry[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= highest:
-        raise ValueError(f"pair {pair[0]} to {pair[1]}: {key} is {value!r}, not a number from 0 to {highest:g}")
-    return float(value)
+    rtt_ns = {pair: int(1e9 * entry.rtt_seconds) for pair, entry in pairs.items()}
+    goodput = {pair: int(entry.bytes_per_second) for pair, entry in pairs.items()}
+    return Mesh(tuple(sorted(file.regions)), rtt_ns, goodput)

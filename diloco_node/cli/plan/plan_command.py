@@ -202,7 +202,6 @@ def _rtt(source: Source, flag: str | None, mesh: Path | None) -> tuple[int, str]
 
 
 def _limits(budget: str | None, egress: str | None, ingress: str | None) -> tuple[int | None, int | None]:
-    """(egress, ingress) in wire bytes per second."""
     from diloco_node.config.units import parse_rate
 
     total, out, into = (

@@ -8,9 +8,8 @@ from typing import Any, Final
 from diloco_node.cli.plan.plan_command import ASSUMED
 from diloco_node.cli.tables import human_bytes, output_width, table_lines, wrap_text
 from diloco_node.numeric import NS_PER_S
-from diloco_node.planning.advice import budget_min, find_changes, mean_bits, sync_every_min, verdict
+from diloco_node.planning.advice import budget_min, find_changes, format_rate, mean_bits, sync_every_min, verdict
 from diloco_node.planning.plan import Flow, FlowKind, Plan
-from diloco_node.planning.rates import format_rate
 
 ROWS_MAX: Final = 16
 
@@ -141,7 +140,6 @@ def _mark(origin: str) -> str:
 
 
 def _spare(plan: Plan) -> Iterable[str]:
-    """Describe what a plan that fits could do with what is left."""
     least = sync_every_min(plan)
     if not plan.fits or not plan.network.has_limits or least is None:
         return

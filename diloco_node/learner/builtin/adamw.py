@@ -27,11 +27,8 @@ def build_adamw(model: nn.Module, *, lr: float) -> torch.optim.Optimizer:
 
 @functools.cache
 def _eager_adamw() -> type[torch.optim.AdamW]:
-    """Torch's AdamW without its hooks for torch.compile: the same updates.
-
-    Torch wraps some of its methods so that their first call imports torch._dynamo. It costs a second of processor time
-    at each start of a region, and nothing here compiles an optimizer.
-    """
+    """Torch's AdamW without its hooks for torch.compile, which import torch._dynamo: a second of processor time at each
+    start of a region."""
     kind = torch.optim.AdamW
     methods = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
     plain = {name: inspect.unwrap(getattr(kind, name)) for name in methods}

@@ -36,12 +36,9 @@ HELD_OUT_BYTES_MIN: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Bytes of text, in memory.
+    """Bytes of text, in memory: shape (n,), uint8, to train on, and those that nobody trains on.
 
-    Attributes:
-        train: shape (n,), uint8: the text to train on.
-        held_out: shape (m,), uint8: the text that nobody trains on.
-        files: how many files it came from. skipped: how many were left out (binary, unreadable, beyond the limit).
+    skipped: files that were left out (binary, unreadable, beyond the limit).
     """
 
     train: NDArray[np.uint8]
@@ -50,11 +47,8 @@ class Corpus:
     skipped: int
 
     def held_out_windows(self, count: int, context: int) -> Windows:
-        """Evenly spaced windows of held-out text, the same for everybody: shape (count, context + 1).
-
-        Raises:
-            ConfigError: there is less than one window of it.
-        """
+        """Evenly spaced held-out windows, the same for all: shape (count, context + 1). Raises ConfigError: too little
+        text."""
         last = len(self.held_out) - (context + 1)
         if last < 0:
             raise ConfigError(
@@ -66,18 +60,13 @@ class Corpus:
 
 
 def load_corpus(paths: Sequence[str | Path] = (), *, bytes_max: int = 0) -> Corpus:
-    """Read files and folders of text; without paths, Python's standard library.
+    """Read files and folders of text, up to `bytes_max` (0: all); without paths, Python's standard library.
 
-    Files of a folder are taken in order of their relative path; hidden ones, binary ones, symbolic links and folders
-    of installed packages are left out. About 5 % of the files, chosen by a hash of their relative path, are held out.
+    Files of a folder are taken in order of their relative path; hidden ones, binary ones, symbolic links and folders of
+    installed packages are left out. About 5 % of the files, chosen by a hash of their relative path, are held out.
     Where that would leave either side without so much (SIDE_BYTES_MIN), the last 5 % of everything is.
 
-    Args:
-        paths: files and folders.
-        bytes_max: stop reading after so many bytes of text; 0: at the end.
-
-    Raises:
-        ConfigError: a path does not exist, or there is too little or too much text.
+    Raises ConfigError: a path does not exist, or there is too little or too much text.
     """
     contents: tuple[list[bytes], list[bytes]] = ([], [])
     total = skip_count = 0
@@ -116,14 +105,8 @@ class ShardWindows:
     A window is context bytes to predict and the one before them. Windows lie side by side; where the first begins
     differs between passes.
 
-    Args:
-        corpus: the text. own: the region's shards now (`Diloco.shards`).
-        batch, context: shape of a batch is (batch, context + 1).
-        seed: the run's; the same in all regions, or they would draw from other texts.
-        rank, ranks: which part of the region's: 0 <= rank < ranks. Regions may differ in their number of ranks.
-
-    Attributes:
-        order: where the region is.
+    own: the region's shards now (`Diloco.shards`). seed: the same in all regions, or they would draw from other texts.
+    order: where the region is.
     """
 
     def __init__(
@@ -145,10 +128,8 @@ class ShardWindows:
         self._is_counted = HERE.counts(self)
 
     def next_batch(self) -> Windows:
-        """The next batch, shape (batch, context + 1); then the positions stand behind those of all ranks.
-
-        Raises ConfigError: the text has no window for this region.
-        """
+        """The next batch, shape (batch, context + 1); then the positions are behind all ranks'. Raises ConfigError: no
+        window."""
         changes = HERE.changes
         ranges = self.order.advance(self._own(), self._batch * self._ranks, HERE.begun if self._is_counted else None)
         if self._is_counted:

@@ -50,16 +50,10 @@ def token_logits(
     tokens: Tensor,
     rotary: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """The model's arithmetic, for one set of parameters or for R replicas at once.
+    """The model's arithmetic, for one set of parameters or for R replicas at once (a leading dimension R everywhere).
 
-    Args:
-        settings: the shape.
-        parameters: as `parameter_shapes`, or each with a leading dimension R.
-        tokens: shape (B, T), or (R, B, T) with replicas; int64, below 256; T at most `context`.
-        rotary: `rotary_tables(settings)`, on the device of the parameters.
-
-    Returns:
-        Shape (B, T, 256) or (R, B, T, 256); the prediction at t is for the token at t + 1.
+    tokens: shape (B, T) or (R, B, T), int64, below 256; T at most `context`. rotary: `rotary_tables`, on the device of
+    the parameters. Returns: shape (B, T, 256) or (R, B, T, 256); the prediction at t is for the token at t + 1.
     """
     *lead, batch, length = tokens.shape
     stream = _embed(parameters["model.embed_tokens.weight"], tokens)
@@ -124,9 +118,7 @@ def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotary position embedding in Hugging Face's convention: the two halves of a head are the pairs.
 
-    Args:
-        x: shape (..., T, 2, heads, size): queries and keys.
-        cosine, sine: shape (T, size).
+    x: shape (..., T, 2, heads, size): queries and keys. cosine, sine: shape (T, size).
     """
     size = x.shape[-1]
     # (first, second) -> (-second, first) as a product with a constant: slicing and joining 8 values at a time is slow.
@@ -148,7 +140,6 @@ class ByteGPT(nn.Module):
         self.register_buffer("rotary_sine", sine, persistent=False)
 
     def _place(self, name: str, value: Tensor) -> None:
-        """Register a parameter under its dotted name, making the modules on the way."""
         *path, leaf = name.split(".")
         owner: nn.Module = self
         for name_part in path:

@@ -23,13 +23,8 @@ _SECOND: Final = np.uint64(0x94D0_49BB_1331_11EB)
 
 
 def mix(values: U64) -> U64:
-    """Each value hashed to 64 bits that look drawn; a bijection.
-
-    Args:
-        values: any shape but (): numpy warns when a scalar wraps around.
-
-    Source: the output function of SplitMix64 (Steele, Lea, Flood 2014).
-    """
+    """Each value hashed to 64 bits that look drawn; a bijection: the output of SplitMix64 (Steele, Lea, Flood 2014).
+    Not for scalars, of which numpy warns that they wrap around."""
     values = values + _GOLDEN
     values = (values ^ (values >> np.uint64(30))) * _FIRST
     values = (values ^ (values >> np.uint64(27))) * _SECOND
@@ -37,15 +32,9 @@ def mix(values: U64) -> U64:
 
 
 def permute(places: NDArray[np.int64], size: int, keys: U64) -> NDArray[np.int64]:
-    """Values at these places of a permutation of 0..size-1.
+    """Values at these places, shape (k,), of a permutation of 0..size-1; int64, shape (k,).
 
-    Args:
-        places: shape (k,), each 0..size-1.
-        size: at least 1.
-        keys: shape (k,), or (1,) for all: each key is a permutation of its own.
-
-    Returns:
-        Shape (k,), int64. For one key, different places give different values.
+    keys: shape (k,), or (1,) for all: each key is a permutation of its own.
     """
     bits = max(2, (size - 1).bit_length())
     low = np.uint64(bits // 2)

@@ -19,11 +19,10 @@ ROTARY_BASE: Final = 10_000.0
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """The shape of the model. The default has 0.13 M parameters: it learns on one slow core.
+    """The shape of the model: by default 0.13 M parameters, which learn on one slow core.
 
-    Attributes:
-        layers: transformer blocks. dim: width of the residual stream. heads: attention heads; divides dim into
-            even parts (rotary embedding turns pairs). context: bytes that a prediction may look at.
+    dim: width of the residual stream. heads: divides dim into even parts (rotary embedding turns pairs). context: bytes
+    that a prediction may look at.
     """
 
     layers: int = 2

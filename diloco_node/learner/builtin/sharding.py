@@ -16,11 +16,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class TrainerRank:
-    """This process among the ranks of its region.
-
-    Attributes:
-        rank: 0 <= rank < ranks. device: of its model.
-    """
+    """This process among the ranks of its region. rank: 0 <= rank < ranks. device: of its model."""
 
     rank: int
     ranks: int
@@ -58,15 +54,8 @@ def begin_ranks() -> TrainerRank:
 def on_ranks(
     model: nn.Module, loss: Callable[[Tensor], Tensor], *, shard: str, place: TrainerRank
 ) -> Callable[[Tensor], Tensor]:
-    """Make one model of those of all ranks.
-
-    Args:
-        model: the same on all ranks; FSDP2 leaves each its part of it. loss: of windows, by the model.
-        shard: "fsdp", "ddp" or "none", which on several ranks is DistributedDataParallel too.
-
-    Returns:
-        The loss to train with.
-    """
+    """Make one model of those of all ranks, and return the loss (of windows) to train with; FSDP2 leaves each rank its
+    part. shard: "fsdp", "ddp" or "none", which on several ranks is DistributedDataParallel too."""
     if place.ranks == 1:
         return loss
     if shard != "fsdp":

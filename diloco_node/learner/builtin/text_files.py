@@ -22,11 +22,7 @@ _SKIPPED_FOLDERS: Final = frozenset({"__pycache__", "site-packages", "dist-packa
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A file of a corpus.
-
-    Attributes:
-        name: the same wherever the folder lies. path: its place on this machine.
-    """
+    """A file of a corpus. name: the same wherever the folder lies. path: its place on this machine."""
 
     name: str
     path: Path
@@ -57,11 +53,7 @@ def standard_library() -> Path:
 
 
 def text_files(paths: Sequence[str | Path]) -> list[TextFile]:
-    """List the files of a corpus, path after path, sorted by name inside each.
-
-    Raises:
-        ConfigError: a path does not exist, or a folder has too many files.
-    """
+    """List the files of a corpus, path after path, sorted by name in each. Raises ConfigError: none, or too many."""
     if not paths:
         root = standard_library()
         # Not the standard library's own tests: they are half of it, often missing, and repeat themselves.
@@ -79,13 +71,8 @@ def _files_at(path: Path) -> list[TextFile]:
 
 
 def files_below(root: Path) -> list[str]:
-    """Relative paths of the files below, sorted, without hidden files, links and folders of installed packages.
-
-    A restarted learner waits for it: folders left out are not entered.
-
-    Raises:
-        ConfigError: more than FILES_MAX files.
-    """
+    """Relative paths of the files below, sorted, without hidden files, links and folders of installed packages, which
+    are not entered: a restarted learner waits for it. Raises ConfigError: more than FILES_MAX files."""
     names: list[str] = []
     folders = [""]
     while folders:

@@ -81,8 +81,7 @@ class TrainerSettings:
     def lr_at(self, step: int, progress: float | None = None) -> float:
         """Learning rate of inner step `step` of the run, counted from 1: warm-up, cosine, then the floor.
 
-        Args:
-            progress: of the run, 0 to 1; None: it does not say, and the cosine follows the step.
+        progress: of the run, 0 to 1; None: it does not say, and the cosine follows the step.
         """
         if progress is not None and not self.schedule_steps:
             position, floor = progress, 0.0
@@ -94,11 +93,7 @@ class TrainerSettings:
 
 
 def read_settings_file() -> dict[str, Any]:
-    """Read the sections of run.toml from the file that `DILOCO_TRAINER` names; without it there are none.
-
-    Raises:
-        ConfigError: the file can't be read or is no JSON object.
-    """
+    """Read the sections of run.toml from the file that `DILOCO_TRAINER` names, if it names one. Raises ConfigError."""
     path = os.environ.get(SETTINGS_VARIABLE)
     if not path:
         return {}
@@ -119,12 +114,8 @@ def settings_from(sections: Mapping[str, Mapping[str, Any]]) -> TrainerSettings:
 
 
 def held_out_loss(model: ByteGPT, windows: Windows, parameters: Mapping[str, Tensor] | None = None) -> float:
-    """Mean loss in nats per byte over windows of shape (n, context + 1).
-
-    Args:
-        model: its own parameters are used unless others are given.
-        parameters: by name, as `global_state_dict` returns them; any float dtype.
-    """
+    """Mean loss in nats per byte over windows of shape (n, context + 1), of the model's own parameters or of others by
+    name, of any float dtype."""
     values: dict[str, Tensor] = dict(model.named_parameters())
     if parameters is not None:
         values = {name: parameters[name].to(parameter.device, torch.float32) for name, parameter in values.items()}
@@ -156,13 +147,7 @@ class Outcome:
 
 
 class Trainer:
-    """The run of one learner: `run` returns when the daemon says stop, or, alone, at the end of the schedule.
-
-    Args:
-        settings: see the module.
-        corpus: the data; read from `settings.paths` if None.
-        say: gets one line per evaluation.
-    """
+    """The run of one learner: `run` returns when the daemon says stop, or, alone, at the end of the schedule."""
 
     def __init__(
         self,
@@ -182,14 +167,7 @@ class Trainer:
         self.optimizer = build_adamw(self.model, lr=settings.lr)
 
     def run(self, attach: Callable[..., AbstractContextManager[Diloco]]) -> Outcome:
-        """Train.
-
-        Args:
-            attach: `diloco_node.attach` or a stand-in.
-
-        Raises:
-            LearnerError: the loss is not finite: the learning rate is too high, or the data are broken.
-        """
+        """Train. attach: `diloco_node.attach` or a stand-in. Raises LearnerError: the loss is not finite."""
         HERE.use(self)
         with attach(self.model, self.optimizer) as diloco:
             sampler = ShardWindows(
@@ -236,7 +214,6 @@ class Trainer:
         return Outcome(steps, steps * tokens_per_step, first_loss, last_loss, val_loss, everybodys)
 
     def _finite(self, loss: Tensor, step: int) -> float:
-        """Read a loss. Raises LearnerError: it is not finite."""
         value = float(loss)
         if not math.isfinite(value):
             raise LearnerError(f"the loss is {value} at step {step}: lower model.lr (now {self.settings.lr})")
@@ -257,7 +234,6 @@ class Trainer:
         return loss.detach(), norm
 
     def _evaluate(self, diloco: Diloco, steps: int, loss: float | None) -> tuple[float | None, float | None]:
-        """Held-out loss of the own and of the global parameters; the daemon gets it too."""
         held_out = self.corpus.held_out_windows(self.settings.eval_windows, self.settings.context)
         is_cut = self.place.ranks > 1 and self.settings.shard == "fsdp"
         if self.place.rank and not is_cut:

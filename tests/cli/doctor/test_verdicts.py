@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from diloco_node.cli.doctor import machine, membership, network
+from diloco_node.cli.doctor import verdicts
 from diloco_node.cli.doctor.topics import (
     CATEGORIES,
     FSYNC,
@@ -30,54 +30,62 @@ def day(number: int) -> dt.datetime:
 @pytest.mark.parametrize(
     ("finding", "mark", "text"),
     [
-        (machine.congestion_control("cubic", "cubic"), Mark.WARNING, "long links go by cubic"),
-        (machine.congestion_control("cubic", "bbr"), Mark.OK, "BBR"),
-        (machine.tcp_buffers(6 << 20, 32 << 20), Mark.WARNING, "at most 62.9 MB/s a connection over 100 ms"),
-        (machine.tcp_buffers(16 << 20, 16 << 20), Mark.OK, "16.8 MB"),
-        (machine.tcp_buffers(None, 16 << 20), Mark.UNKNOWN, "does not say"),
-        (machine.descriptors(4096, 4096), Mark.OK, "4096 open files"),
-        (machine.descriptors(4095, 4096), Mark.WARNING, "4095 open files allowed, 4096 wanted"),
-        (machine.disk_space("f", free=50, usage=49, need=100, error=""), Mark.FAILED, "needs 100 B and has 49 B"),
-        (machine.disk_space("f", free=50, usage=50, need=100, error=""), Mark.OK, "50 B free"),
-        (machine.disk_space("f", free=50, usage=0, need=None, error=""), Mark.UNKNOWN, "not known"),
-        (machine.fsync_time([0.001] * 99 + [9.0], 0.2), Mark.OK, "fsync p99 1.0 ms of 100"),
-        (machine.fsync_time([0.001] * 98 + [9.0] * 2, 0.2), Mark.WARNING, "p99 9000.0 ms of 100; the heartbeat is 200"),
-        (machine.fsync_time([], 0.2), Mark.UNKNOWN, "not measured"),
-        (machine.locks(""), Mark.OK, "files can be locked"),
-        (machine.locks("f can't be locked (No locks): use NFS's"), Mark.FAILED, "f can't be locked (No locks)"),
-        (machine.sockets("f", "", is_direct=True), Mark.OK, "Unix sockets can be bound in f"),
+        (verdicts.congestion_control("cubic", "cubic"), Mark.WARNING, "long links go by cubic"),
+        (verdicts.congestion_control("cubic", "bbr"), Mark.OK, "BBR"),
+        (verdicts.tcp_buffers(6 << 20, 32 << 20), Mark.WARNING, "at most 62.9 MB/s a connection over 100 ms"),
+        (verdicts.tcp_buffers(16 << 20, 16 << 20), Mark.OK, "16.8 MB"),
+        (verdicts.tcp_buffers(None, 16 << 20), Mark.UNKNOWN, "does not say"),
+        (verdicts.descriptors(4096, 4096), Mark.OK, "4096 open files"),
+        (verdicts.descriptors(4095, 4096), Mark.WARNING, "4095 open files allowed, 4096 wanted"),
+        (verdicts.disk_space("f", free=50, usage=49, need=100, error=""), Mark.FAILED, "needs 100 B and has 49 B"),
+        (verdicts.disk_space("f", free=50, usage=50, need=100, error=""), Mark.OK, "50 B free"),
+        (verdicts.disk_space("f", free=50, usage=0, need=None, error=""), Mark.UNKNOWN, "not known"),
+        (verdicts.fsync_time([0.001] * 99 + [9.0], 0.2), Mark.OK, "fsync p99 1.0 ms of 100"),
         (
-            machine.sockets("t", "", is_direct=False),
+            verdicts.fsync_time([0.001] * 98 + [9.0] * 2, 0.2),
+            Mark.WARNING,
+            "p99 9000.0 ms of 100; the heartbeat is",
+        ),
+        (verdicts.fsync_time([], 0.2), Mark.UNKNOWN, "not measured"),
+        (verdicts.locks(""), Mark.OK, "files can be locked"),
+        (verdicts.locks("f can't be locked (No locks): use NFS's"), Mark.FAILED, "f can't be locked (No locks)"),
+        (verdicts.sockets("f", "", is_direct=True), Mark.OK, "Unix sockets can be bound in f"),
+        (
+            verdicts.sockets("t", "", is_direct=False),
             Mark.OK,
             "bound in t, for the path of the state folder is too long",
         ),
-        (machine.sockets("f", "Not supported", is_direct=True), Mark.FAILED, "can be bound: Not supported"),
-        (machine.sockets("", "t is open to others", is_direct=False), Mark.FAILED, "t is open to others, for the path"),
-        (machine.memory(99, 100, is_taken=False), Mark.FAILED, "99 B available"),
-        (machine.memory(100, 100, is_taken=False), Mark.OK, "100 B available"),
-        (machine.memory(None, 100, is_taken=False), Mark.UNKNOWN, "not known"),
-        (machine.memory(99, 100, is_taken=True), Mark.OK, "99 B available beside the daemon"),
-        (machine.clock_sync(False), Mark.WARNING, "nothing keeps this clock right"),
-        (machine.clock_sync(True), Mark.OK, "kept right"),
-        (machine.clock_sync(None), Mark.UNKNOWN, "does not say"),
-        (machine.clock_of_peer("eu", 4.9), Mark.OK, "eu's clock is 4.9 s ahead of ours"),
-        (machine.clock_of_peer("eu", -5.1), Mark.WARNING, "eu's clock is 5.1 s behind ours"),
-        (machine.clock_of_peer("eu", 3601), Mark.FAILED, "3601.0 s ahead"),
-        (network.peer_version("eu", 6, 7), Mark.FAILED, "eu speaks protocol 6, we speak 7"),
+        (verdicts.sockets("f", "Not supported", is_direct=True), Mark.FAILED, "can be bound: Not supported"),
         (
-            network.path_mtu("eu", 1500, is_through=False, sent_bytes=16000),
+            verdicts.sockets("", "t is open to others", is_direct=False),
+            Mark.FAILED,
+            "t is open to others, for the",
+        ),
+        (verdicts.memory(99, 100, is_taken=False), Mark.FAILED, "99 B available"),
+        (verdicts.memory(100, 100, is_taken=False), Mark.OK, "100 B available"),
+        (verdicts.memory(None, 100, is_taken=False), Mark.UNKNOWN, "not known"),
+        (verdicts.memory(99, 100, is_taken=True), Mark.OK, "99 B available beside the daemon"),
+        (verdicts.clock_sync(False), Mark.WARNING, "nothing keeps this clock right"),
+        (verdicts.clock_sync(True), Mark.OK, "kept right"),
+        (verdicts.clock_sync(None), Mark.UNKNOWN, "does not say"),
+        (verdicts.clock_of_peer("eu", 4.9), Mark.OK, "eu's clock is 4.9 s ahead of ours"),
+        (verdicts.clock_of_peer("eu", -5.1), Mark.WARNING, "eu's clock is 5.1 s behind ours"),
+        (verdicts.clock_of_peer("eu", 3601), Mark.FAILED, "3601.0 s ahead"),
+        (verdicts.peer_version("eu", 6, 7), Mark.FAILED, "eu speaks protocol 6, we speak 7"),
+        (
+            verdicts.path_mtu("eu", 1500, is_through=False, sent_bytes=16000),
             Mark.FAILED,
             "1500 bytes do not reach eu: 16000",
         ),
-        (network.path_mtu("eu", 1420, is_through=True, sent_bytes=16000), Mark.OK, "a tunnel on the way"),
-        (network.daemon("eu", None), Mark.UNKNOWN, "no daemon of eu answers here"),
-        (membership.key_mode("k", 0o100640), Mark.WARNING, "k can be read by others (mode 640)"),
-        (membership.key_mode("k", 0o100400), Mark.OK, "for its owner only"),
-        (membership.certificate("eu", ""), Mark.OK, "signed by the run's authority"),
-        (membership.certificate("eu", "", is_taken=False), Mark.WARNING, "goes on with the certificate before"),
-        (membership.certificate_expiry(day(31), day(1)), Mark.OK, "valid until 2027-01-31, 30 days more"),
-        (membership.certificate_expiry(day(30), day(1)), Mark.WARNING, "29 days more"),
-        (membership.port("[::]:7400", "taken", is_own=True), Mark.OK, "held by this region's daemon"),
+        (verdicts.path_mtu("eu", 1420, is_through=True, sent_bytes=16000), Mark.OK, "a tunnel on the way"),
+        (verdicts.daemon("eu", None), Mark.UNKNOWN, "no daemon of eu answers here"),
+        (verdicts.key_mode("k", 0o100640), Mark.WARNING, "k can be read by others (mode 640)"),
+        (verdicts.key_mode("k", 0o100400), Mark.OK, "for its owner only"),
+        (verdicts.certificate("eu", ""), Mark.OK, "signed by the run's authority"),
+        (verdicts.certificate("eu", "", is_taken=False), Mark.WARNING, "goes on with the certificate before"),
+        (verdicts.certificate_expiry(day(31), day(1)), Mark.OK, "valid until 2027-01-31, 30 days more"),
+        (verdicts.certificate_expiry(day(30), day(1)), Mark.WARNING, "29 days more"),
+        (verdicts.port("[::]:7400", "taken", is_own=True), Mark.OK, "held by this region's daemon"),
     ],
 )
 def test_a_fact_gets_its_verdict_with_a_remedy_where_it_is_bad(finding: Finding, mark: Mark, text: str) -> None:
@@ -87,13 +95,13 @@ def test_a_fact_gets_its_verdict_with_a_remedy_where_it_is_bad(finding: Finding,
 
 
 def test_a_link_that_is_up_is_good() -> None:
-    finding = network.peer_link({"name": "eu", "link": "up", "address": None})
+    finding = verdicts.peer_link({"name": "eu", "link": "up", "address": None})
     assert (finding.mark, finding.text) == (Mark.OK, "the link to eu is up")
 
 
 def test_a_link_that_is_down_says_why() -> None:
     peer = {"name": "eu", "link": "waiting", "address": "10.0.0.1:7400", "error": "no route to host"}
-    finding = network.peer_link(peer)
+    finding = verdicts.peer_link(peer)
     assert (finding.mark, finding.text) == (Mark.FAILED, "the link to eu (10.0.0.1:7400) is waiting: no route to host")
     assert "diloco-node doctor in eu" in finding.hint
 
@@ -115,7 +123,7 @@ def test_a_link_that_is_down_says_why() -> None:
     ],
 )
 def test_each_reason_for_which_a_peer_is_not_reached_has_its_remedy(error: str, hint: str) -> None:
-    findings = [network.peer_refused("eu", "h:1", text) for text in (error, f"eu at h:1: {error}")]
+    findings = [verdicts.peer_refused("eu", "h:1", text) for text in (error, f"eu at h:1: {error}")]
     assert [finding.text for finding in findings] == [f"eu at h:1: {error}"] * 2, "it is named once"
     assert all(finding.hint.startswith(hint) for finding in findings)
 
@@ -123,18 +131,18 @@ def test_each_reason_for_which_a_peer_is_not_reached_has_its_remedy(error: str, 
 def test_alerts_of_the_daemon_are_findings_with_their_command() -> None:
     alert = {"code": "A-X", "text": "it is so", "hint": "do that", "command": "diloco-node status"}
     severities = ("critical", "warning", "info")
-    findings = [network.alert(read_alert(alert | {"severity": severity})) for severity in severities]
+    findings = [verdicts.alert(read_alert(alert | {"severity": severity})) for severity in severities]
     assert [finding.mark for finding in findings] == [Mark.FAILED, Mark.WARNING, Mark.OK]
     (check, *_) = examination_document(findings)["checks"]
     assert (check["text"], check["hint"]) == ("A-X it is so", "do that: diloco-node status")
-    assert network.alert(read_alert({})).hint
+    assert verdicts.alert(read_alert({})).hint
 
 
 def test_a_setting_that_differs_is_named_with_both_values() -> None:
-    assert membership.differences({"a": 1, "b": 2}, {"a": 1, "b": 3}) == "b was 2, is 3"
-    assert membership.differences({"a": 1}, {"a": 1}) == ""
+    assert verdicts.differences({"a": 1, "b": 2}, {"a": 1, "b": 3}) == "b was 2, is 3"
+    assert verdicts.differences({"a": 1}, {"a": 1}) == ""
     many = {str(index): index for index in range(20)}
-    assert membership.differences(many, {}).endswith("; 12 more")
+    assert verdicts.differences(many, {}).endswith("; 12 more")
 
 
 def test_lines_stand_under_their_category_with_the_remedy_below() -> None:

@@ -1,33 +1,35 @@
-"""The tensors of a run as a saved model: by `save_pretrained` where transformers knows it, else plain safetensors."""
+"""The tensors of a run as files that other libraries load: a saved model, PEFT's adapter, a distributed checkpoint."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
+import warnings
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from diloco_node.core.merge.adapter_names import adapters_of, is_of_base, saved_name
 from diloco_node.errors import ConfigError
 from diloco_node.numeric import F32
 
 CONFIG_NAME: Final = "config.json"
 WEIGHTS_NAME: Final = "model.safetensors"
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """How a model was saved.
-
-    Attributes:
-        is_plain: by names and values alone, for transformers is not installed or does not know the model.
-        unmerged: names of frozen parameters and buffers, which the run does not have.
-        random: those of them that nothing was known of.
-    """
+    """How a model was saved. is_plain: by names and values alone, as transformers is not installed or does not know it.
+    unmerged: frozen parameters and buffers, which the run does not have. random: those of them that nothing was known
+    of."""
 
     is_plain: bool
     unmerged: tuple[str, ...] = ()
@@ -43,13 +45,11 @@ def save_model(
     tokenizer: str | None,
     dtype: str,
 ) -> SavedModel:
-    """Write weights, `config.json` and the tokenizer.
+    """Write weights, `config.json` and the tokenizer: by `save_pretrained`, or plain where transformers is no help.
 
-    Args:
-        folder: empty. tensors: merged ones, under the names of `model.named_parameters()`.
-        config: what config.json says.
-        base: folder or name of a saved model, for frozen parameters and buffers. None: as the config makes them.
-        tokenizer: folder or name of a model that may have one. dtype: such as "bfloat16".
+    tensors: merged ones, by `model.named_parameters()`. config: what config.json says. base: folder or name of a saved
+    model, for frozen parameters and buffers; None: as the config makes them. tokenizer: folder or name of a model that
+    may have one. dtype: such as "bfloat16".
 
     Raises ConfigError: the tensors do not fit the config, or the base can't be loaded.
     """
@@ -140,3 +140,59 @@ def _save_tokenizer(place: str | None, folder: Path) -> None:
 def one_line(error: BaseException) -> str:
     """A library's error in a line of ours."""
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def save_adapter(folder: Path, tensors: Mapping[str, F32], source: Path | None, *, dtype: str) -> SavedModel:
+    """Write `adapter_model.safetensors` and a copy of `adapter_config.json`, from `source` or the folder with it.
+
+    Raises ConfigError: there is no such config, or the folder's adapter has other tensors; several adapters train.
+    """
+    config = None if source is None else source / ADAPTER_CONFIG if source.is_dir() else source
+    if config is None or not config.is_file():
+        raise ConfigError(
+            f"the run trains LoRA adapters, and their {ADAPTER_CONFIG} is not known here: add --base FOLDER with what "
+            "PEFT's save_pretrained wrote"
+        )
+    try:
+        is_lora = json.loads(config.read_text(encoding="utf-8"))["peft_type"] == "LORA"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{config} can't be read as PEFT's {ADAPTER_CONFIG}: {error}") from error
+    if not is_lora:
+        raise ConfigError(f"{config} is of another kind of adapter, and the run has tensors of LORA")
+    adapters = adapters_of(tensors)
+    if len(adapters) > 1:
+        raise ConfigError(f"the run trains the adapters {', '.join(adapters)}: PEFT keeps each in files of its own")
+    kind: torch.dtype = getattr(torch, dtype)
+    values = {saved_name(name): torch.from_numpy(value).to(kind).contiguous() for name, value in tensors.items()}
+    _check_same(config.parent / ADAPTER_WEIGHTS, {name: tuple(value.shape) for name, value in values.items()})
+    save_file(values, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    shutil.copyfile(config, folder / ADAPTER_CONFIG)
+    return SavedModel(is_plain=False)
+
+
+def _check_same(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    if not path.is_file():
+        return
+    try:
+        with safe_open(path, framework="np") as file:
+            file_shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error
+    for name in sorted(file_shapes.keys() | shapes.keys()):
+        if name not in shapes and is_of_base(name):
+            continue
+        if file_shapes.get(name) != shapes.get(name):
+            there, here = file_shapes.get(name, "not there"), shapes.get(name, "not there")
+            raise ConfigError(f"{path} is another adapter than the run's: {name} is {there}, in the run {here}")
+
+
+def save_dcp(folder: Path, tensors: Mapping[str, F32], *, dtype: str) -> SavedModel:
+    """Write the merged tensors, by `model.named_parameters()`, under their names, without a process group."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    kind: torch.dtype = getattr(torch, dtype)
+    values = {name: torch.from_numpy(value).to(kind) for name, value in tensors.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
+        save(values, checkpoint_id=folder)
+    return SavedModel(is_plain=False)
