@@ -30,8 +30,6 @@ class FakeEffects:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        # The last message that was sent, and its frame: most go to every peer.
-        self._sent: tuple[msg.Message | None, bytes] = (None, b"")
         self.handlers: dict[type, Callable[[Any], None]] = {
             ev.Send: self._send,
             ev.PersistLedger: self._persist,
@@ -63,9 +61,7 @@ class FakeEffects:
         if effect.peer == WITNESS and self._host.witness is not None:
             self._host.witness.send(effect.message)
             return
-        if self._sent[0] is not effect.message:
-            self._sent = (effect.message, encode_control(effect.message))
-        self._host.network.send(self._host.name, effect.peer, self._sent[1])
+        self._host.network.send(self._host.name, effect.peer, encode_control(effect.message))
 
     def _persist(self, effect: ev.PersistLedger) -> None:
         write = LedgerWrite(effect.term, effect.voted_for, effect.truncate_from, effect.entries, effect.base)

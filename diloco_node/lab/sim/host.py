@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,9 +35,6 @@ WAKES_MAX = 20
 
 
 RUN_ID = "simulated"
-
-_decoded = lru_cache(maxsize=256)(decode_control)
-"""A frame to many regions is read once: a message never changes."""
 
 CoreFactory = Callable[[str, Setup, Recovered, int, int], Any]
 """(region, setup, recovered, seed of this life, now_ns) -> Core."""
@@ -329,7 +325,7 @@ class Host:
 
     def frame_arrived(self, peer: str, frame: bytes) -> None:
         """An encoded control message."""
-        message = _decoded(frame)
+        message = decode_control(frame)
         self.world.note(self.name, message, frame)
         match message:
             case msg.PayloadRequested() | msg.StateRequested():
