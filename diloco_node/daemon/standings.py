@@ -15,9 +15,11 @@ from diloco_node.core.merge.outliers import MEMBERS_MIN, WILD_RATIO
 from diloco_node.core.types import RoundBody
 
 ROUNDS_KEPT: Final = 64
-ROUNDS_RECENT: Final = 8
-"""Tokens per step are a mean over so many: over all that are kept, a wrong count would be named 28 rounds later.
-Lengths are a median over so many: one of them is often twice the usual in a sound run (D-175)."""
+LENGTH_ROUNDS: Final = 8
+"""Lengths are a median over so many: in a sound run single ones are twice the usual (D-175)."""
+
+TOKEN_ROUNDS: Final = 4
+"""Tokens per step are a mean over so many: over all that are kept, a wrong count would be named 28 rounds later."""
 
 
 class _Turn(NamedTuple):
@@ -70,7 +72,7 @@ class Standings:
         return [self._row(name, turns[name], steps_all) for name in sorted(turns)]
 
     def _row(self, name: str, turns: Sequence[_Turn], steps_all: int) -> dict[str, Any]:
-        steps, recent = sum(turn.steps for turn in turns), turns[-ROUNDS_RECENT:]
+        steps, recent = sum(turn.steps for turn in turns), turns[-TOKEN_ROUNDS:]
         ratios = [turn.length_ratio for turn in turns if turn.length_ratio is not None]
         cosines = self._cosines.get(name, ())
         return {
@@ -90,4 +92,4 @@ def _telling(ratios: Sequence[float]) -> float | None:
     """Return the ratio of lengths that tells of a region: the usual one of late, or one of which nothing counted."""
     if max(ratios, default=0.0) > WILD_RATIO:
         return max(ratios)
-    return median_low(ratios[-ROUNDS_RECENT:]) if len(ratios) >= ROUNDS_RECENT else None
+    return median_low(ratios[-LENGTH_ROUNDS:]) if len(ratios) >= LENGTH_ROUNDS else None

@@ -3,7 +3,7 @@
 import pytest
 
 from diloco_node.core.types import Ballot, Contribution, Member, RoundBody
-from diloco_node.daemon.standings import ROUNDS_KEPT, ROUNDS_RECENT, Standings
+from diloco_node.daemon.standings import LENGTH_ROUNDS, ROUNDS_KEPT, TOKEN_ROUNDS, Standings
 
 
 def member(name: str, *, weight: float = 1.0, steps: int = 16, tokens: int = 1600, length: float = 3.0) -> Member:
@@ -38,13 +38,13 @@ def rounds_of(*lengths: float, steps: int = 16) -> list[float | None]:
 
 def test_a_region_that_turns_too_long_is_told_of_after_half_of_the_recent_rounds() -> None:
     """D-175: one round of twice the length, or three, are usual."""
-    ratios = rounds_of(*[3.0] * ROUNDS_RECENT, *[15.0] * 5)
-    assert ratios[: ROUNDS_RECENT - 1] == [None] * (ROUNDS_RECENT - 1)
-    assert ratios[ROUNDS_RECENT - 1 :] == pytest.approx([1.0, 1.0, 1.0, 1.0, 1.0, 5.0])
+    ratios = rounds_of(*[3.0] * LENGTH_ROUNDS, *[15.0] * 5)
+    assert ratios[: LENGTH_ROUNDS - 1] == [None] * (LENGTH_ROUNDS - 1)
+    assert ratios[LENGTH_ROUNDS - 1 :] == pytest.approx([1.0, 1.0, 1.0, 1.0, 1.0, 5.0])
 
 
 def test_a_length_is_told_step_for_step() -> None:
-    assert rounds_of(*[12.0] * ROUNDS_RECENT, steps=64)[-1] == pytest.approx(1.0)
+    assert rounds_of(*[12.0] * LENGTH_ROUNDS, steps=64)[-1] == pytest.approx(1.0)
 
 
 def test_one_length_of_which_nothing_counts_is_told_of_at_once_until_its_round_is_old() -> None:
@@ -55,7 +55,7 @@ def test_one_length_of_which_nothing_counts_is_told_of_at_once_until_its_round_i
 
 def test_of_two_nobody_is_too_long() -> None:
     standings = Standings({})
-    for _ in range(ROUNDS_RECENT):
+    for _ in range(LENGTH_ROUNDS):
         standings.observe(body(member("a"), member("b", length=300.0)))
     assert [row["length_ratio"] for row in standings.document()] == [None] * 2
 
@@ -64,6 +64,6 @@ def test_a_count_of_tokens_that_turned_wrong_late_is_told_after_half_of_the_rece
     standings = Standings({})
     for _ in range(ROUNDS_KEPT):
         standings.observe(body(member("a"), member("b")))
-    for _ in range(ROUNDS_RECENT // 2):
+    for _ in range(TOKEN_ROUNDS // 2):
         standings.observe(body(member("a"), member("b", tokens=12_800)))
     assert [row["tokens_per_step"] for row in standings.document()] == [100.0, 450.0]

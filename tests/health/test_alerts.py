@@ -459,7 +459,6 @@ def test_other_words_of_a_link_are_no_difference() -> None:
         (changed(standings=standings(ap={"weight_share": 0.6, "steps_share": 0.31})), kinds.OUTWEIGHS),
         (changed(standings=standings(ap={"cosine": -0.01, "cosines_negative": 40})), kinds.AGAINST),
         (changed(standings=standings(ap={"length_ratio": 2.0})), kinds.TOO_LONG),
-        (changed(standings=standings(ap={"length_ratio": None})), kinds.TOO_LONG),
         (changed(state="finished", standings=standings(ap={"length_ratio": 9.0})), kinds.TOO_LONG),
         (
             changed(
