@@ -74,7 +74,7 @@ def test_of_two_the_rounds_before_know(names: str) -> None:
     # Where all are so long, each counts as if it were as long as usual.
     assert clipped(*contributions, recent=recent)[-1] == (0.001 if names == "d" else 0.0)
     assert clipped(*contributions[:-1], of("d", 1.5), recent=recent)[-1] == 1.0
-    assert clipped(*contributions[:-1], of("d", 4.0), recent=recent)[-1] == 0.375
+    assert clipped(*contributions[:-1], of("d", 4.0), recent=recent)[-1] == pytest.approx(0.375)
     assert set(excess(contributions, clips(contributions, ONE, recent), recent)) == {"d"}
 
 
@@ -85,7 +85,7 @@ def test_where_nobody_learnt_anything_there_is_nothing_to_compare_with() -> None
 def test_who_made_more_steps_may_be_longer_but_not_for_ever() -> None:
     others = [of("a", 1.0), of("b", 1.0), of("c", 1.0)]
     assert clipped(*others, of("d", 2.25, steps=24))[3] == 1.0, "one and a half times the steps"
-    assert clipped(*others, of("d", 6.0, steps=24))[3] == 0.375
+    assert clipped(*others, of("d", 6.0, steps=24))[3] == pytest.approx(0.375)
     for steps in (32, 64, 10**9):
         assert clipped(*others, of("d", 20.0, steps=steps))[3] == pytest.approx(RATIO_MAX * FASTER_MAX / 20.0)
     assert clipped(*others, of("d", 1.5, steps=1))[3] == 1.0, "nor is anybody held down for being slow"
@@ -114,8 +114,10 @@ def test_members_that_made_a_step_or_two_do_not_make_the_others_outliers() -> No
     last = [of("a", 0.001, steps=1), of("b", 0.001, steps=1), of("c", 0.001, steps=1), of("d", 1.0)]
     assert clipped(*last, recent=recent) == [1.0] * 4
     assert clipped(*last)[3] == 0.0, "nothing is known of the rounds before"
-    assert clipped(*last[:3], of("d", 8.0), recent=recent)[3] == 0.375
-    assert clipped(*last[:3], of("d", 0.004, steps=1), recent=recent)[3] == 0.375, "a step or two are no cycle"
+    assert clipped(*last[:3], of("d", 8.0), recent=recent)[3] == pytest.approx(0.375)
+    assert clipped(*last[:3], of("d", 0.004, steps=1), recent=recent)[3] == pytest.approx(0.375), (
+        "a step or two are no cycle"
+    )
     assert clipped(*last[:3], of("d", 1.0, steps=1), recent=recent)[3] == 0.0
 
 
@@ -128,7 +130,7 @@ def test_one_round_of_few_members_does_not_cut_those_that_bring_a_whole_cycle(na
     assert clipped(*last, recent=recent) == [1.0] * 4
     recent = recent.after([of("a", 1e9)])
     assert clipped(*last, recent=recent) == [1.0] * 4, "one wild round is not what is usual"
-    assert clipped(*last[:3], of("d", 8.0), recent=recent)[3] == 0.375
+    assert clipped(*last[:3], of("d", 8.0), recent=recent)[3] == pytest.approx(0.375)
 
 
 def test_what_is_usual_follows_the_last_rounds_and_no_minority() -> None:
