@@ -83,11 +83,11 @@ class UnevenRounds(Rounds):
         self._periods, self._sync_ticks = tuple(periods), sync_ticks
         self._asked: dict[int, _Asked] = {}
         self._reports: dict[str, LearnerStatus] = {}
-        history: Any = SimpleNamespace(versions=[0] * settings.fragments)
+        history: Any = SimpleNamespace(versions=[0] * settings.fragments, settings=settings)
         liveness: Any = SimpleNamespace(learner=self._reports.get, rtt_ns=lambda _: 0)
         self._history, self._eligibility = history, SimpleNamespace(incarnation_min=lambda _: 0)
         fragments = range(settings.fragments)
-        context: Any = SimpleNamespace(settings=settings, fragments=fragments, history=history, liveness=liveness)
+        context: Any = SimpleNamespace(fragments=fragments, history=history, liveness=liveness)
         self._opener = Opener(context)
         names = tuple(self.names)
         self._reachability = Reachability(names, names, names, ())

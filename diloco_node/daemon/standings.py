@@ -8,24 +8,27 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from math import sqrt
+from statistics import median, median_low
 from typing import Any, Final, NamedTuple
 
-from diloco_node.core.merge.outliers import MEMBERS_MIN
+from diloco_node.core.merge.outliers import MEMBERS_MIN, WILD_RATIO
 from diloco_node.core.types import RoundBody
 
 ROUNDS_KEPT: Final = 64
-ROUNDS_RECENT: Final = 8
+LENGTH_ROUNDS: Final = 8
+"""Lengths are a median over so many: in a sound run single ones are twice the usual (D-175)."""
+
+TOKEN_ROUNDS: Final = 4
 """Tokens per step are a mean over so many: over all that are kept, a wrong count would be named 28 rounds later."""
 
 
 class _Turn(NamedTuple):
-    """A region in one round; `usual_length` is the median's, both lengths None where too few can be compared."""
+    """A region in one round. length_ratio: to the median member; None where too few can be compared."""
 
     steps: int
     tokens: int
     weight_share: float
-    length: float | None
-    usual_length: float | None
+    length_ratio: float | None
 
 
 class Standings:
@@ -38,21 +41,24 @@ class Standings:
 
     def observe(self, body: RoundBody) -> None:
         """Take a committed round."""
-        lengths = [sqrt(sum(member.contribution.squared_norms)) for member in body.members]
+        members = body.members
+        lengths = [sqrt(sum(member.contribution.squared_norms)) for member in members]
         # The lower of the middle two: half of the members may be too long.
-        usual_length = sorted(lengths)[(len(lengths) - 1) // 2]
-        weights = sum(member.weight for member in body.members)
-        is_comparable = len(lengths) >= MEMBERS_MIN
+        usual_length, usual_steps = median_low(lengths), median(member.contribution.steps for member in members)
+        weights = sum(member.weight for member in members)
+        is_comparable = len(lengths) >= MEMBERS_MIN and usual_length > 0.0
         self._rounds.append(
             {
                 member.contribution.learner: _Turn(
                     member.contribution.steps,
                     member.contribution.tokens,
                     member.weight / weights,
-                    length if is_comparable else None,
-                    usual_length if is_comparable else None,
+                    # More steps go further: up to so many times as far.
+                    length / usual_length / max(1.0, member.contribution.steps / usual_steps)
+                    if is_comparable
+                    else None,
                 )
-                for member, length in zip(body.members, lengths, strict=True)
+                for member, length in zip(members, lengths, strict=True)
             }
         )
 
@@ -66,9 +72,8 @@ class Standings:
         return [self._row(name, turns[name], steps_all) for name in sorted(turns)]
 
     def _row(self, name: str, turns: Sequence[_Turn], steps_all: int) -> dict[str, Any]:
-        steps, recent = sum(turn.steps for turn in turns), turns[-ROUNDS_RECENT:]
-        lengths = [(turn.length, turn.usual_length) for turn in turns if turn.length is not None]
-        length, usual_length = max(lengths, key=lambda pair: pair[0] / (pair[1] or 1.0), default=(None, None))
+        steps, recent = sum(turn.steps for turn in turns), turns[-TOKEN_ROUNDS:]
+        ratios = [turn.length_ratio for turn in turns if turn.length_ratio is not None]
         cosines = self._cosines.get(name, ())
         return {
             "region": name,
@@ -76,10 +81,15 @@ class Standings:
             "tokens_per_step": sum(turn.tokens for turn in recent) / sum(turn.steps for turn in recent),
             "weight_share": sum(turn.weight_share for turn in turns) / len(self._rounds),
             "steps_share": steps / steps_all,
-            # Of the round in which it was longest compared with the median member.
-            "length": length,
-            "usual_length": usual_length,
+            "length_ratio": _telling(ratios),
             "cosine": sum(cosines) / len(cosines) if cosines else None,
             "cosines": len(cosines),
             "cosines_negative": sum(value < 0.0 for value in cosines),
         }
+
+
+def _telling(ratios: Sequence[float]) -> float | None:
+    """Return the ratio of lengths that tells of a region: the usual one of late, or one of which nothing counted."""
+    if max(ratios, default=0.0) > WILD_RATIO:
+        return max(ratios)
+    return median_low(ratios[-LENGTH_ROUNDS:]) if len(ratios) >= LENGTH_ROUNDS else None

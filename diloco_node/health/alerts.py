@@ -77,7 +77,7 @@ WEIGHT_RATIO_MAX: Final = 2.0
 """Times the share of weight that the steps alone would give; half of `tokens_ratio_max`, if that is more."""
 
 LENGTH_RATIO_MAX: Final = 2.0
-"""As `core.merge.outliers.RATIO_MAX`."""
+"""Three quarters of such a length count, or less (`core.merge.outliers`)."""
 
 STANDING_ROUNDS: Final = 8
 """Fewer rounds, or cosines, say nothing about a region."""
@@ -243,9 +243,8 @@ def _standings(document: Document) -> Iterator[Finding]:
         peers = [standing for region, standing in standings.items() if region != name]
         if (number(row, "rounds") or 0.0) >= STANDING_ROUNDS and (line := _outweighs(document, row, peers)):
             yield _make(kinds.OUTWEIGHS, document, f"{name} {line}", region=name)
-        length, usual = number(row, "length") or 0.0, number(row, "usual_length") or 0.0
-        if length > LENGTH_RATIO_MAX * usual > 0.0:
-            line = f"{name} brought a length of {length:.3g}, the median was {usual:.3g} ({length / usual:.3g} times)"
+        if (ratio := number(row, "length_ratio") or 0.0) > LENGTH_RATIO_MAX:
+            line = f"{name} brings {ratio:.3g} times the length of the median region, step for step"
             yield _make(kinds.TOO_LONG, document, line, region=name)
         count, negative = number(row, "cosines") or 0.0, number(row, "cosines_negative") or 0.0
         cosine = number(row, "cosine") or 0.0

@@ -3,7 +3,7 @@
 import pytest
 
 from diloco_node.core.types import Ballot, Contribution, Member, RoundBody
-from diloco_node.daemon.standings import ROUNDS_KEPT, ROUNDS_RECENT, Standings
+from diloco_node.daemon.standings import LENGTH_ROUNDS, ROUNDS_KEPT, TOKEN_ROUNDS, Standings
 
 
 def member(name: str, *, weight: float = 1.0, steps: int = 16, tokens: int = 1600, length: float = 3.0) -> Member:
@@ -17,37 +17,53 @@ def body(*members: Member) -> RoundBody:
 def test_a_row_has_what_the_region_brought_beside_the_others() -> None:
     standings = Standings({"b": [-0.5, 0.25, -0.5]})
     assert standings.document() == []
-    standings.observe(body(member("a"), member("b", weight=2.0, tokens=12_800), member("c", length=30.0)))
+    standings.observe(body(member("a"), member("b", weight=2.0, tokens=12_800), member("c")))
     standings.observe(body(member("a"), member("b", weight=2.0, tokens=12_800, steps=32)))
     a, b, c = standings.document()
     assert (a["region"], a["rounds"], a["tokens_per_step"]) == ("a", 2, 100.0)
     assert (b["tokens_per_step"], b["weight_share"]) == (25_600 / 48, pytest.approx((1 / 2 + 2 / 3) / 2))
     assert (b["steps_share"], c["weight_share"]) == (48 / 96, pytest.approx(1 / 8))
-    assert (c["length"], c["usual_length"]) == (pytest.approx(30.0), pytest.approx(3.0))
     assert (b["cosine"], b["cosines"], b["cosines_negative"]) == (-0.25, 3, 2)
     assert (a["cosine"], a["cosines"]) == (None, 0)
 
 
-def test_the_worst_length_is_told_until_its_round_is_old() -> None:
-    standings = Standings({})
-    standings.observe(body(member("a"), member("b", length=30.0), member("c")))
-    for _ in range(ROUNDS_KEPT - 1):
-        standings.observe(body(member("a"), member("b", length=4.0), member("c")))
-    assert standings.document()[1]["length"] == pytest.approx(30.0)
-    standings.observe(body(member("a"), member("b"), member("c")))
-    assert standings.document()[1]["length"] == pytest.approx(4.0)
+def rounds_of(*lengths: float, steps: int = 16) -> list[float | None]:
+    """The ratio of b's lengths after each of these rounds with two regions of usual length."""
+    standings, ratios = Standings({}), []
+    for length in lengths:
+        standings.observe(body(member("a"), member("b", length=length, steps=steps), member("c")))
+        ratios.append(standings.document()[1]["length_ratio"])
+    return ratios
+
+
+def test_a_region_that_turns_too_long_is_told_of_after_half_of_the_recent_rounds() -> None:
+    """D-175: one round of twice the length, or three, are usual."""
+    ratios = rounds_of(*[3.0] * LENGTH_ROUNDS, *[15.0] * 5)
+    assert ratios[: LENGTH_ROUNDS - 1] == [None] * (LENGTH_ROUNDS - 1)
+    assert ratios[LENGTH_ROUNDS - 1 :] == pytest.approx([1.0, 1.0, 1.0, 1.0, 1.0, 5.0])
+
+
+def test_a_length_is_told_step_for_step() -> None:
+    assert rounds_of(*[12.0] * LENGTH_ROUNDS, steps=64)[-1] == pytest.approx(1.0)
+
+
+def test_one_length_of_which_nothing_counts_is_told_of_at_once_until_its_round_is_old() -> None:
+    ratios = rounds_of(63.0, *[3.0] * ROUNDS_KEPT)
+    assert ratios[:-1] == pytest.approx([21.0] * ROUNDS_KEPT)
+    assert ratios[-1] == pytest.approx(1.0)
 
 
 def test_of_two_nobody_is_too_long() -> None:
     standings = Standings({})
-    standings.observe(body(member("a"), member("b", length=30.0)))
-    assert [(row["length"], row["usual_length"]) for row in standings.document()] == [(None, None)] * 2
+    for _ in range(LENGTH_ROUNDS):
+        standings.observe(body(member("a"), member("b", length=300.0)))
+    assert [row["length_ratio"] for row in standings.document()] == [None] * 2
 
 
 def test_a_count_of_tokens_that_turned_wrong_late_is_told_after_half_of_the_recent_rounds() -> None:
     standings = Standings({})
     for _ in range(ROUNDS_KEPT):
         standings.observe(body(member("a"), member("b")))
-    for _ in range(ROUNDS_RECENT // 2):
+    for _ in range(TOKEN_ROUNDS // 2):
         standings.observe(body(member("a"), member("b", tokens=12_800)))
     assert [row["tokens_per_step"] for row in standings.document()] == [100.0, 450.0]

@@ -72,8 +72,7 @@ def standings(**by_name: dict[str, Any]) -> list[dict[str, Any]]:
         "tokens_per_step": 1024.0,
         "weight_share": 0.33,
         "steps_share": 0.33,
-        "length": 2.2,
-        "usual_length": 2.0,
+        "length_ratio": 1.1,
         "cosine": 0.4,
         "cosines": 64,
         "cosines_negative": 0,
@@ -144,8 +143,8 @@ CASES = [
     ),
     (
         kinds.TOO_LONG,
-        changed(standings=standings(ap={"length": 30.0, "usual_length": 2.0})),
-        "ap brought a length of 30, the median was 2 (15 times)",
+        changed(standings=standings(ap={"length_ratio": 15.0})),
+        "ap brings 15 times the length of the median region, step for step",
         "diloco-node why ap",
     ),
     (
@@ -459,8 +458,8 @@ def test_other_words_of_a_link_are_no_difference() -> None:
         (changed(standings=standings(ap={"tokens_per_step": 8192.0}), tokens_ratio_max=8.0), kinds.OUTWEIGHS),
         (changed(standings=standings(ap={"weight_share": 0.6, "steps_share": 0.31})), kinds.OUTWEIGHS),
         (changed(standings=standings(ap={"cosine": -0.01, "cosines_negative": 40})), kinds.AGAINST),
-        (changed(standings=standings(ap={"length": 4.0, "usual_length": 2.0})), kinds.TOO_LONG),
-        (changed(state="finished", standings=standings(ap={"length": 9.0, "usual_length": 1.0})), kinds.TOO_LONG),
+        (changed(standings=standings(ap={"length_ratio": 2.0})), kinds.TOO_LONG),
+        (changed(state="finished", standings=standings(ap={"length_ratio": 9.0})), kinds.TOO_LONG),
         (
             changed(
                 left_out=[{"region": "eu", "part": "member", "reason": "it led before"}],
