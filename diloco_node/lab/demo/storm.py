@@ -174,16 +174,15 @@ class DemoStorm:
     @property
     def refusals(self) -> list[str]:
         """Why orders of the script were not carried out, one line each."""
-        return [
-            f"{strike.fault.kind} {strike.fault.target}: {strike.refusal}" for strike in self._orders if strike.refusal
-        ]
+        strikes = (*self._strikes, *self._ungiven)
+        return [f"{strike.fault.kind} {strike.fault.target}: {strike.refusal}" for strike in strikes if strike.refusal]
 
     @property
-    def _orders(self) -> list[StruckFault]:
-        """All orders of the script, also those whose time never came."""
-        given = {strike.fault: strike for strike in self._strikes}
-        orders = [fault for fault in self.plan.faults if fault.kind in ORDERS]
-        return [given.get(order) or StruckFault(order.at_ns, order, (), refusal=UNGIVEN) for order in orders]
+    def _ungiven(self) -> list[StruckFault]:
+        """Orders of the script whose time never came."""
+        given = {strike.fault for strike in self._strikes}
+        orders = [fault for fault in self.plan.faults if fault.kind in ORDERS and fault not in given]
+        return [StruckFault(order.at_ns, order, (), refusal=UNGIVEN) for order in orders]
 
     @property
     def has_open_orders(self) -> bool:
@@ -240,7 +239,6 @@ class DemoStorm:
                 ),
             }
         is_drawn = self._options.has_chaos
-        ungiven = [order for order in self._orders if order.refusal == UNGIVEN]
         return {
             "seed": self._options.seed if is_drawn else None,
             "notice_seconds": self._notice_ns / NS_PER_S or None,
@@ -255,7 +253,7 @@ class DemoStorm:
             },
             "missed": sum(fault.is_missed for fault in self._strikes),
             "notices": _notices(self._strikes),
-            "faults": [fault.document() for fault in (*self._strikes, *ungiven)],
+            "faults": [fault.document() for fault in (*self._strikes, *self._ungiven)],
             "baseline": str(self._options.baseline) if self._options.baseline is not None else None,
             "compared": story.compare(training, self._baseline, ends_by_tokens=bool(self._options.tokens))
             if self._baseline is not None

@@ -104,6 +104,9 @@ def test_the_report_says_what_became_of_each_order(tmp_path: Path) -> None:
     text = "\n".join(storm_lines({"training": done, "chaos": chaos}))
     assert "at 10.0            join d: done after 4.0 s" in text
     assert "at 20.0            leave a: REFUSED: 3 voters are needed" in text
+    storm._strikes = []
+    text = "\n".join(storm_lines({"training": done, "chaos": storm.document(samples, merges, done)}))
+    assert "at 10.0            join d: REFUSED: the training ended before its time" in text
 
 
 def test_a_script_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
