@@ -34,10 +34,10 @@ def shard_owners(run_id: str, regions: Iterable[str]) -> tuple[str, ...]:
     return _owners(run_id, tuple(sorted(set(regions))))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _owners(run_id: str, names: tuple[str, ...]) -> tuple[str, ...]:
     scores = np.array([_scores(run_id, name) for name in reversed(names)])  # of equal scores the last name's wins
-    return tuple(names[-1 - place] for place in scores.argmax(axis=0).tolist())
+    return tuple([names[-1 - place] for place in scores.argmax(axis=0).tolist()])
 
 
 def region_shards(run_id: str, region: str, regions: Iterable[str]) -> tuple[int, ...]:
@@ -87,6 +87,7 @@ class TrainedRows:
         return cls(numbers[0], ranges)
 
 
+@lru_cache(maxsize=64)
 def _scores(run_id: str, region: str) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """A member's scores, shard after shard."""
     name = run_id.encode()

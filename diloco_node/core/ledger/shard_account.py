@@ -115,9 +115,9 @@ class ShardAccount:
     def _hand_over(self, before: tuple[str, ...], after: _Owners) -> None:
         names = frozenset(name for name, disk in after.roster.disks.items() if disk != EXPELLED)
         for shard, (former, owner) in enumerate(zip(before, after.table(), strict=True)):
-            if former == owner and shard not in self._waits:
-                continue
             waits = self._waits.get(shard, frozenset())
+            if former == owner and owner not in waits and waits <= names:
+                continue
             waits_after = ((waits | {former}) if former != owner else waits) & names - {owner}
             if waits_after != waits:
                 self._put(self._waits, shard, waits_after or None)
