@@ -73,7 +73,7 @@ class WitnessRecord:
         leader: who sent the entries in this term; empty: nobody has.
         base: where the tail begins; its summary is empty. entries: the tail.
         commit_index: as the leader has told.
-        encoded: entries as bytes, by their hashes, as far as they were encoded or read.
+        entry_bytes: entries by their hashes, as far as they were encoded or read.
     """
 
     run_id: str
@@ -85,13 +85,13 @@ class WitnessRecord:
     base: LedgerBase = NO_BASE
     entries: tuple[Entry, ...] = ()
     commit_index: int = 0
-    encoded: dict[bytes, bytes] = field(default_factory=dict, compare=False, repr=False)
+    entry_bytes: dict[bytes, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     def encode(self, entry: Entry) -> bytes:
         """An entry of this record, or of one that is to be made of it, as bytes: encoded once in a turn."""
-        if entry.hash not in self.encoded:
-            self.encoded[entry.hash] = encode_entry(entry)
-        return self.encoded[entry.hash]
+        if entry.hash not in self.entry_bytes:
+            self.entry_bytes[entry.hash] = encode_entry(entry)
+        return self.entry_bytes[entry.hash]
 
     @property
     def last(self) -> tuple[int, int]:
@@ -337,8 +337,11 @@ def decode_record(data: bytes | memoryview) -> WitnessRecord:
         raise ProtocolViolation("a record of a witness with a field that can't be")
     tail = tuple(map(decode_entry, entries))
     verify_chain(tail, previous_index=base[0], previous_hash=base[2])
-    log_base, encoded = LedgerBase(*base, b""), {entry.hash: data for entry, data in zip(tail, entries, strict=True)}
-    return WitnessRecord(run_id, disk, writes, term, voted_for, leader, log_base, tail, commit_index, encoded)
+    log_base, entry_bytes = (
+        LedgerBase(*base, b""),
+        {entry.hash: data for entry, data in zip(tail, entries, strict=True)},
+    )
+    return WitnessRecord(run_id, disk, writes, term, voted_for, leader, log_base, tail, commit_index, entry_bytes)
 
 
 def _is_list(plain: Any, count: int) -> bool:

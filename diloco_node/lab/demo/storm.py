@@ -149,8 +149,8 @@ class DemoStorm:
         self.plan = script.until(end_ns)
         sure_ns = end_ns
         if options.tokens:
-            each = tokens_per_second / len(names) / NS_PER_S
-            sure_ns = earliest_ns(self.plan, names, (options.tokens - self.calm_tokens) / each)
+            region_rate = tokens_per_second / len(names) / NS_PER_S
+            sure_ns = earliest_ns(self.plan, names, (options.tokens - self.calm_tokens) / region_rate)
         if late := [fault for fault in script.faults if fault.kind in ORDERS and fault.at_ns >= sure_ns]:
             raise ConfigError(
                 f"{options.script}: {late[0].kind} {late[0].target} at {late[0].at_ns / NS_PER_S:g} s would never be "
@@ -174,14 +174,14 @@ class DemoStorm:
     @property
     def refusals(self) -> list[str]:
         """Why orders of the script were not carried out, one line each."""
-        strikes = (*self._strikes, *self._ungiven)
+        strikes = (*self._strikes, *self._late_orders)
         return [f"{strike.fault.kind} {strike.fault.target}: {strike.refusal}" for strike in strikes if strike.refusal]
 
     @property
-    def _ungiven(self) -> list[StruckFault]:
+    def _late_orders(self) -> list[StruckFault]:
         """Orders of the script whose time never came."""
-        given = {strike.fault for strike in self._strikes}
-        orders = [fault for fault in self.plan.faults if fault.kind in ORDERS and fault not in given]
+        faults_struck = {strike.fault for strike in self._strikes}
+        orders = [fault for fault in self.plan.faults if fault.kind in ORDERS and fault not in faults_struck]
         return [StruckFault(order.at_ns, order, (), refusal=UNGIVEN) for order in orders]
 
     @property
@@ -253,7 +253,7 @@ class DemoStorm:
             },
             "missed": sum(fault.is_missed for fault in self._strikes),
             "notices": _notices(self._strikes),
-            "faults": [fault.document() for fault in (*self._strikes, *self._ungiven)],
+            "faults": [fault.document() for fault in (*self._strikes, *self._late_orders)],
             "baseline": str(self._options.baseline) if self._options.baseline is not None else None,
             "compared": story.compare(training, self._baseline, ends_by_tokens=bool(self._options.tokens))
             if self._baseline is not None
