@@ -1,6 +1,6 @@
 """Control messages of a run with many members, by the simulator's virtual time: the real cores, and encoded frames.
 
-    python benchmarks/many_members.py [--members 8,32,64] [--voters 5] [--seconds 30] [--json]
+    python benchmarks/many_members.py [--members 8,32,64] [--voters 5] [--seconds 8] [--json]
 
 Steps take 100 ms, H = 8, P = 4, heartbeats and elections as by default; 20 ms one way, no loss. The founders are the
 voters. All others are added as contributors, start at once, and then it is measured. Tensors are a few hundred values,
@@ -32,7 +32,7 @@ from diloco_node.lab.sim.world import MS, SECOND, FakeLink
 
 SEED = 1
 PATIENCE_S = 30
-SETTLE_S = 8
+SETTLE_S = 6
 """From the start of all joiners until it is measured: the rounds tell whether all are in them by then."""
 
 USUAL = RunSettings()
@@ -167,7 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", default="8,32,64", help="how many, with commas [8,32,64]")
     parser.add_argument("--voters", type=int, default=5, help="of them [5]")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of virtual time [30]")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of virtual time [8]")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     arguments = parser.parse_args()
     for row in measure([int(word) for word in arguments.members.split(",")], arguments.voters, arguments.seconds):

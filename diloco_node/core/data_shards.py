@@ -18,7 +18,9 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
 
 SHARDS: Final = 1024
 """So many that 32 members differ little in their parts, so few that all their positions are some kilobytes."""
@@ -26,19 +28,16 @@ SHARDS: Final = 1024
 ROWS_MAX: Final = 1 << 48
 """Rows of one shard over all passes: at a million a second nine years."""
 
-_SCORE_BYTES: Final = 8
-
 
 def shard_owners(run_id: str, regions: Iterable[str]) -> tuple[str, ...]:
     """The owner of each shard. regions: the members that train, in any order; at least one."""
     return _owners(run_id, tuple(sorted(set(regions))))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _owners(run_id: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    scores = [_scores(run_id, name) for name in names]
-    ends = range(_SCORE_BYTES, (SHARDS + 1) * _SCORE_BYTES, _SCORE_BYTES)
-    return tuple(max(zip((row[end - _SCORE_BYTES : end] for row in scores), names, strict=True))[1] for end in ends)
+    scores = np.array([_scores(run_id, name) for name in reversed(names)])  # of equal scores the last name's wins
+    return tuple([names[-1 - place] for place in scores.argmax(axis=0).tolist()])
 
 
 def region_shards(run_id: str, region: str, regions: Iterable[str]) -> tuple[int, ...]:
@@ -88,8 +87,9 @@ class TrainedRows:
         return cls(numbers[0], ranges)
 
 
-def _scores(run_id: str, region: str) -> bytes:
+@lru_cache(maxsize=64)
+def _scores(run_id: str, region: str) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """A member's scores, shard after shard."""
     name = run_id.encode()
     text = b"diloco-node shard\0%d\0%b%b" % (len(name), name, region.encode())
-    return hashlib.shake_256(text).digest(SHARDS * _SCORE_BYTES)
+    return np.frombuffer(hashlib.shake_256(text).digest(8 * SHARDS), ">u8").astype(np.uint64)

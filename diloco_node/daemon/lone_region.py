@@ -35,6 +35,9 @@ from diloco_node.storage.object_store import bucket_scheme
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.swapped_object import FOLDER, RECORD, SwappedObject
 
+BEFORE: Final = f"{FOLDER}-before"
+"""The record that an empty one was put in place of: what it acknowledged stays known, should the rest not be done."""
+
 TERMS_AHEAD: Final = 1 << 16
 """Above every term that the others can have come to since: with an election each second, 18 hours without a leader."""
 
@@ -65,6 +68,9 @@ class WitnessBucket:
     Args:
         url: of its place.
 
+    Attributes:
+        record: the witness's own. before: the one that `close` replaced, of an earlier try. keys: all that is there.
+
     Raises:
         ConfigError, StoreRefused: it can't be read: nobody knows then what would be lost.
     """
@@ -73,8 +79,10 @@ class WitnessBucket:
         self._objects = SwappedObject(url, bucket_scheme(url))
         try:
             self._record = self._objects.read_tagged(RECORD, RECORD_BYTES_MAX)
+            self._before = self._objects.read_tagged(BEFORE, RECORD_BYTES_MAX)
             self.keys = frozenset(self._objects.written(FOLDER))
             self.record = None if self._record is None else decode_record(self._record.data)
+            self.before = None if self._before is None else decode_record(self._before.data)
         except (StoreRefused, ProtocolViolation) as error:
             raise StoreRefused(
                 f"{error}. What the witness holds may count: make it readable. If it is lost for good, make an empty "
@@ -87,7 +95,10 @@ class WitnessBucket:
             return
         time.sleep(QUIET_NS / NS_PER_S)  # a region that goes on with it writes it meanwhile
         empty = encode_record(WitnessRecord(self.record.run_id, secrets.token_bytes(DISK_ID_BYTES), 1))
-        if not self._objects.swap(RECORD, empty, self._record.tag):
+        tag = None if self._before is None else self._before.tag
+        # An empty record is of an earlier try, and what that replaced stays.
+        is_saved = not self.record.last[1] or self._objects.swap(BEFORE, self._record.data, tag)
+        if not is_saved or not self._objects.swap(RECORD, empty, self._record.tag):
             raise StoreRefused(f"{self._objects.place}/{RECORD} has just been written: another region goes on with it")
 
 
@@ -176,8 +187,9 @@ def _loss(region: str, roster: Roster, recovery: Recovered, bucket: WitnessBucke
     Raises:
         ConfigError: the region can get all of it: with the witness it is a majority.
     """
-    record = bucket.record
-    if record is None or record.disk != roster.disks[roster.witness]:
+    records = (record for record in (bucket.record, bucket.before) if record is not None)
+    record = next((record for record in records if record.disk == roster.disks[roster.witness]), None)
+    if record is None:
         return ""  # the ledger names no such object: nothing that it acknowledged counts
     hashes = {entry.index: entry.hash for entry in recovery.entries} | {recovery.base.index: recovery.base.hash}
     last = recovery.entries[-1] if recovery.entries else recovery.base
@@ -188,6 +200,9 @@ def _loss(region: str, roster: Roster, recovery: Recovered, bucket: WitnessBucke
     rounds = [entry for entry in lacking if isinstance(entry.body, RoundBody)]
     gaps = [entry for entry in rounds if f"{FOLDER}/{entry.hash.hex()}" not in bucket.keys]
     url, witness = roster.memberships[roster.witness].address, roster.witness
+    if is_joined and not gaps and record is bucket.before:
+        acknowledged = f"{witness} had acknowledged entries up to {record.last[1]} before an earlier try closed it"
+        return acknowledged if lacking else ""
     if is_joined and not gaps:
         more = f", and takes {len(lacking)} entries from there, up to entry {record.last[1]}" if lacking else ""
         raise ConfigError(

@@ -88,7 +88,10 @@ URL = "s3://sites/run"
 class Bucket(WitnessBucket):
     """A bucket that holds this record, and the payloads of these entries."""
 
-    def __init__(self, record: WitnessRecord | None = None, entries: Sequence[Entry] = ()) -> None:
+    def __init__(
+        self, record: WitnessRecord | None = None, entries: Sequence[Entry] = (), before: WitnessRecord | None = None
+    ) -> None:
+        self.before = before
         self.record, self.keys = record, frozenset(f"{FOLDER}/{entry.hash.hex()}" for entry in entries)
         self.closed = 0
 
@@ -157,6 +160,21 @@ def test_what_the_witness_holds_and_nobody_can_have_is_named_before_it_is_lost(t
     assert bucket.closed == 0
     assert go_on_alone(tmp_path / "b", "b", "run", sign, bucket.ask).loss == loss
     assert bucket.closed == 1, "the other site can't go on with it"
+
+
+def test_what_an_earlier_try_lost_is_named_again(tmp_path: Path) -> None:
+    log = begin_two_sites(tmp_path / "b")
+    empty = WitnessRecord("run", disk_of("v"), 1)
+    for before, entries, words in (
+        (record_of(log, 5), log[7:], "has acknowledged entries up to 10, and lacks 2 of their payloads"),
+        (record_of(log, 5), log, "had acknowledged entries up to 10 before an earlier try closed it"),
+        (record_of(log[:5], 5), (), ""),
+        (replace(record_of(log, 5), disk=disk_of("u")), log, ""),
+    ):
+        bucket = Bucket(empty, entries, before)
+        assert look_alone(tmp_path / "b", "b", bucket.ask).loss == (words and f"witness {words}")
+    assert go_on_alone(tmp_path / "b", "b", "run", sign, bucket.ask).loss == ""
+    assert bucket.closed == 1
 
 
 def test_a_witness_that_can_not_be_read_or_closed_stops_it(tmp_path: Path) -> None:

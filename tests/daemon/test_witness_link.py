@@ -405,6 +405,10 @@ def test_the_object_of_who_goes_on_alone_is_replaced_unless_somebody_writes_it(
         assert late.disk != bucket.record.disk, "of which the ledger knows nothing"
         with pytest.raises(StoreRefused, match="has just been written: another region goes on with it"):
             early.close()
+        again = WitnessBucket(url)
+        assert again.before == bucket.record, "what it acknowledged stays known"
+        again.close()
+        assert WitnessBucket(url).before == bucket.record, "an empty record takes no other's place"
         site.link.close()
 
     asyncio.run(scenario())

@@ -31,7 +31,8 @@ from tests.kit.engine_kit import (
 from tests.kit.repository import ROOT
 
 NAMES = ("us-central", "us-east", "us-south", "us-west")
-PORTS = {"us-east": 7411, "us-central": 7412, "us-south": 7413, "us-west": 7414}
+PORTS = {"us-east": 7411, "us-central": 7412, "us-south": 7413, "us-west": 7414, "us-north": 7415}
+"""The last one is that of `docker/us-north.yml`, which is added and leaves again."""
 ADDRESS = "10.211.77.14"
 SETTINGS = {"DILOCO_RUN__STEPS": "0", "DILOCO_MODEL__SCHEDULE_STEPS": "600", "DILOCO_MODEL__EVAL_WINDOWS": "8"}
 SETTINGS |= NO_FORK_SERVER | SMALL_MODEL
@@ -60,10 +61,19 @@ class Run:
         override.write_text(json.dumps({"services": dict.fromkeys(NAMES, changed)}))
         files = [ROOT / "docker-compose.yml", override]
         named = [word for file in files for word in ("--file", str(file))]
-        self.command = [*compose, *named, "--project-name", "diloco-test"]
+        added = folder / "added.json"
+        added.write_text(json.dumps({"services": {"us-north": changed}}))
+        more = [word for file in (ROOT / "docker" / "us-north.yml", added) for word in ("--file", str(file))]
+        project = ("--project-name", "diloco-test")
+        self.command = [*compose, *named, *project]
+        self.command_with_added = [*compose, *named, *more, *project]
 
     def do(self, *words: str, check: bool = True) -> str:
         return sh(*self.command, *words, check=check)
+
+    def do_with_added(self, *words: str) -> str:
+        """With the service that is added to a run."""
+        return sh(*self.command_with_added, *words)
 
     def inspect(self, name: str, what: str) -> str:
         return sh("docker", "inspect", "--format", what, f"diloco-{name}").strip()
@@ -165,7 +175,7 @@ def check_walls(run: Run) -> None:
 
 def check_commands(run: Run) -> None:
     """Those of docs/compose.md that only look, and a cut of one link."""
-    ports = [str(port) for port in PORTS.values()]
+    ports = [str(PORTS[name]) for name in NAMES]
 
     def shows_all() -> bool:
         inside = run.do("exec", "-T", "us-east", "diloco-node", "status", "7401", check=False)
@@ -178,6 +188,27 @@ def check_commands(run: Run) -> None:
     run.do(*route, "replace", "blackhole", "10.211.77.11")
     require("blackhole 10.211.77.11" in run.do(*route), "one link is cut")
     run.do(*route, "delete", "blackhole", "10.211.77.11")
+
+
+def check_one_more(run: Run) -> None:
+    """A region is added by the file beside docker-compose.yml, trains, and is taken away, as docs/compose.md says."""
+    run.do_with_added("up", "--detach", "us-north")
+    begun = run.count("us-north", "rounds_committed")
+    await_that("us-north merges with the others", lambda: run.rounds("us-north") >= begun + 4, PATIENCE_S)
+    require(int(run.status("us-north")["inner_steps"]) > 0, "us-north trains")
+    folder = "/state/us-north"
+    run.do_with_added("exec", "-T", "--user", "diloco", "us-north", "diloco-node", "drain", folder)
+    leader = str(run.status("us-east")["leader"])
+    remove = f"diloco-node members remove us-north /state/{leader}/{leader}"
+    run.do_with_added("run", "--rm", "us-north-admission", remove)
+    await_that("us-north ends", lambda: run.inspect("us-north", "{{.State.Status}}") == "exited", PATIENCE_S)
+    require(run.inspect("us-north", "{{.State.ExitCode}}") == "0", "us-north ends with 0")
+    shown = run.do("exec", "-T", "us-east", "diloco-node", "members", "list", "/state/us-east")
+    require(" former" in next(line for line in shown.splitlines() if "us-north" in line), f"it is none:\n{shown}")
+    rounds = run.rounds("us-east")
+    await_that("the others go on", lambda: run.rounds("us-east") >= rounds + 2, PATIENCE_S)
+    sh("docker", "cp", f"diloco-us-north:{folder}", str(run.folder / "us-north"))
+    run.do_with_added("rm", "--force", "us-north", "us-north-admission")
 
 
 KILL = "import os, sys; os.kill(int(sys.argv[1]), 9)"
@@ -241,6 +272,7 @@ def scenario(run: Run, kinds: Sequence[str]) -> dict[str, Any]:
     if tuple(kinds) == OUTAGES[0]:
         check_walls(run)
         check_commands(run)
+        check_one_more(run)
     else:
         check_deaths(run)
     ways = ways_to_cut(run)
@@ -263,7 +295,8 @@ def scenario(run: Run, kinds: Sequence[str]) -> dict[str, Any]:
         sh("docker", "cp", f"diloco-{name}:/state/{name}", str(run.folder / name))
     from diloco_node.lab.demo.demo_report import build_report
 
-    report = build_report(run.folder, list(NAMES))
+    former = [name for name in PORTS if name not in NAMES and (run.folder / name).exists()]
+    report = build_report(run.folder, list(NAMES), former=former)
     require(report["equal_digests"], "all regions hold the same bytes")
     require(report["tokens"]["balanced"], f"every token is accounted for: {report['tokens']['faults']}")
     return {

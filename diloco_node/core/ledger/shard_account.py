@@ -116,6 +116,8 @@ class ShardAccount:
         names = frozenset(name for name, disk in after.roster.disks.items() if disk != EXPELLED)
         for shard, (former, owner) in enumerate(zip(before, after.table(), strict=True)):
             waits = self._waits.get(shard, frozenset())
+            if former == owner and owner not in waits and waits <= names:
+                continue
             waits_after = ((waits | {former}) if former != owner else waits) & names - {owner}
             if waits_after != waits:
                 self._put(self._waits, shard, waits_after or None)
@@ -126,8 +128,9 @@ class ShardAccount:
             self._release(contribution.learner)
             return
         rows, owners = TrainedRows.unpacked(contribution.rows), self._owners["now"]
+        table = owners.table()
         for item in rows.ranges:
-            holder, owner = self._holders.get(item.shard), owners.table()[item.shard]
+            holder, owner = self._holders.get(item.shard), table[item.shard]
             if item.start == item.stop and not self._may_train(contribution.learner, item.shard, owner):
                 continue  # a word about a shard that was given up long ago
             if holder is not None and item.stop <= holder.stop:

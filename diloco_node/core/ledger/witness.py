@@ -20,7 +20,7 @@ Source: "witness" in Liskov et al., "Replication in the Harp File System" (1991)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import msgpack
@@ -73,6 +73,7 @@ class WitnessRecord:
         leader: who sent the entries in this term; empty: nobody has.
         base: where the tail begins; its summary is empty. entries: the tail.
         commit_index: as the leader has told.
+        entry_bytes: entries by their hashes, as far as they were encoded or read.
     """
 
     run_id: str
@@ -84,6 +85,13 @@ class WitnessRecord:
     base: LedgerBase = NO_BASE
     entries: tuple[Entry, ...] = ()
     commit_index: int = 0
+    entry_bytes: dict[bytes, bytes] = field(default_factory=dict, compare=False, repr=False)
+
+    def encode(self, entry: Entry) -> bytes:
+        """An entry of this record, or of one that is to be made of it, as bytes: encoded once in a turn."""
+        if entry.hash not in self.entry_bytes:
+            self.entry_bytes[entry.hash] = encode_entry(entry)
+        return self.entry_bytes[entry.hash]
 
     @property
     def last(self) -> tuple[int, int]:
@@ -225,7 +233,7 @@ def _append(
         # Where the tail is longer and another one, step by step: what it has of the leader's log it keeps.
         return _refusal(record, request.sequence, min(record.last[1], request.previous_index - 1))
     lacking: list[Entry] = []
-    sizes = [len(encode_entry(entry)) for entry in record.entries]
+    sizes = [len(record.encode(entry)) for entry in record.entries]
     for entry in entries:
         if record.hash_at(entry.index) == entry.hash:
             index = index if lacking else entry.index
@@ -235,11 +243,11 @@ def _append(
         if isinstance(entry.body, RoundBody) and not has_payload(entry):
             lacking.append(entry)
         count, settled = entry.index - base.index - 1, max(record.commit_index, request.commit_index) - base.index
-        fresh_bytes = len(encode_entry(entry)) + sum(sizes[max(0, settled) : count])
+        fresh_bytes = len(record.encode(entry)) + sum(sizes[max(0, settled) : count])
         if count + 1 - settled > ENTRIES_MAX or fresh_bytes > FRESH_BYTES_MAX:
             break  # none of these can go to make room
         if not lacking:
-            sizes[count:] = [len(encode_entry(entry))]
+            sizes[count:] = [len(record.encode(entry))]
             record = replace(record, entries=(*record.entries[:count], entry))
             index = entry.index
     commit_index = max(record.commit_index, min(request.commit_index, index))
@@ -297,7 +305,7 @@ def encode_record(record: WitnessRecord) -> bytes:
                 record.leader,
                 [base.index, base.term, base.hash],
                 record.commit_index,
-                [encode_entry(entry) for entry in record.entries],
+                [record.encode(entry) for entry in record.entries],
             ]
         )
     )
@@ -329,9 +337,11 @@ def decode_record(data: bytes | memoryview) -> WitnessRecord:
         raise ProtocolViolation("a record of a witness with a field that can't be")
     tail = tuple(map(decode_entry, entries))
     verify_chain(tail, previous_index=base[0], previous_hash=base[2])
-    return WitnessRecord(
-        run_id, disk, writes, term, voted_for, leader, LedgerBase(base[0], base[1], base[2], b""), tail, commit_index
+    log_base, entry_bytes = (
+        LedgerBase(*base, b""),
+        {entry.hash: data for entry, data in zip(tail, entries, strict=True)},
     )
+    return WitnessRecord(run_id, disk, writes, term, voted_for, leader, log_base, tail, commit_index, entry_bytes)
 
 
 def _is_list(plain: Any, count: int) -> bool:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +37,8 @@ TOKENS_PLAN_TIMES: Final = 5
 
 SCRIPT_NAME: Final = "script.jsonl"
 
+UNGIVEN: Final = "the training ended before its time"
+"""Refusal of an order that was never given."""
 
 UNCOMPARED: Final = frozenset(
     {"regions", "folder", "is_json", "has_chaos", "mtbf", "notice", "script", "baseline", "step_time"}
@@ -90,6 +93,18 @@ def read_baseline(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     return training
 
 
+def earliest_ns(plan: FaultPlan, founders: Sequence[str], work_ns: float) -> int:
+    """Return when the members of a plan can have done so much work at the earliest, in time of one region."""
+    changes = sorted({fault.at_ns for fault in plan.faults if fault.kind in ("join", "leave")})
+    for from_ns, to_ns in pairwise((0, *changes)):
+        members = len(plan.members(founders, from_ns))
+        if work_ns <= members * (to_ns - from_ns):
+            return from_ns + int(work_ns / members)
+        work_ns -= members * (to_ns - from_ns)
+    last_ns = changes[-1] if changes else 0
+    return last_ns + int(work_ns / len(plan.members(founders, last_ns)))
+
+
 class DemoStorm:
     """Storm over a demo.
 
@@ -133,9 +148,9 @@ class DemoStorm:
         script = FaultPlan(()) if options.script is None else read_script(options.script, names)
         self.plan = script.until(end_ns)
         sure_ns = end_ns
-        if options.tokens:  # at the earliest: with all that join, from the first moment on
-            fastest = tokens_per_second * (1 + len(self.plan.joiners) / len(names))
-            sure_ns = int((options.tokens - self.calm_tokens) / fastest * NS_PER_S)
+        if options.tokens:
+            region_rate = tokens_per_second / len(names) / NS_PER_S
+            sure_ns = earliest_ns(self.plan, names, (options.tokens - self.calm_tokens) / region_rate)
         if late := [fault for fault in script.faults if fault.kind in ORDERS and fault.at_ns >= sure_ns]:
             raise ConfigError(
                 f"{options.script}: {late[0].kind} {late[0].target} at {late[0].at_ns / NS_PER_S:g} s would never be "
@@ -159,7 +174,15 @@ class DemoStorm:
     @property
     def refusals(self) -> list[str]:
         """Why orders of the script were not carried out, one line each."""
-        return [f"{fault.fault.kind} {fault.fault.target}: {fault.refusal}" for fault in self._strikes if fault.refusal]
+        strikes = (*self._strikes, *self._late_orders)
+        return [f"{strike.fault.kind} {strike.fault.target}: {strike.refusal}" for strike in strikes if strike.refusal]
+
+    @property
+    def _late_orders(self) -> list[StruckFault]:
+        """Orders of the script whose time never came."""
+        faults_struck = {strike.fault for strike in self._strikes}
+        orders = [fault for fault in self.plan.faults if fault.kind in ORDERS and fault not in faults_struck]
+        return [StruckFault(order.at_ns, order, (), refusal=UNGIVEN) for order in orders]
 
     @property
     def has_open_orders(self) -> bool:
@@ -230,7 +253,7 @@ class DemoStorm:
             },
             "missed": sum(fault.is_missed for fault in self._strikes),
             "notices": _notices(self._strikes),
-            "faults": [fault.document() for fault in self._strikes],
+            "faults": [fault.document() for fault in (*self._strikes, *self._late_orders)],
             "baseline": str(self._options.baseline) if self._options.baseline is not None else None,
             "compared": story.compare(training, self._baseline, ends_by_tokens=bool(self._options.tokens))
             if self._baseline is not None

@@ -157,15 +157,16 @@ class FakeWitness:
             self._host.after(GIVE_UP_NS, self._end)
             return
         data, tag = bucket.read()
+        record = decode_record(data) if data else None
         turn = take_turn(
-            decode_record(data) if data else None,
+            record,
             message,
             watch=self._watch,
             now_ns=self._host.world.now_ns,
             region=self._host.name,
             run_id="simulated",
             new_disk=self._host.world.rng.randbytes(DISK_ID_BYTES),
-            uploads=self._known(decode_record(data) if data else None),
+            uploads=self._known(record),
             tail_max=tail_limit(setup.settings),
         )
         for entry in turn.lacking:

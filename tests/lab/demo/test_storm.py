@@ -104,6 +104,9 @@ def test_the_report_says_what_became_of_each_order(tmp_path: Path) -> None:
     text = "\n".join(storm_lines({"training": done, "chaos": chaos}))
     assert "at 10.0            join d: done after 4.0 s" in text
     assert "at 20.0            leave a: REFUSED: 3 voters are needed" in text
+    storm._strikes = []
+    text = "\n".join(storm_lines({"training": done, "chaos": storm.document(samples, merges, done)}))
+    assert "at 10.0            join d: REFUSED: the training ended before its time" in text
 
 
 def test_a_script_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
@@ -121,11 +124,13 @@ def test_a_demo_that_ends_by_tokens_takes_the_orders_that_are_given_before_and_r
     join = '{"at_seconds": 5, "do": "join", "target": "d"}\n'
     for at_s, is_sure in ((30, True), (45, False), (400, False)):
         file.write_text(join + f'{{"at_seconds": {at_s}, "do": "leave", "target": "a"}}\n')
-        options = replace(OPTIONS, has_chaos=False, script=file, tokens=60_000)  # 50 s with three, 37.5 s with four
+        options = replace(OPTIONS, has_chaos=False, script=file, tokens=60_000)  # 5 s with three, the rest with four
         if is_sure:
-            assert len(storm_of(options, tmp_path).plan.faults) == 2
+            storm = storm_of(options, tmp_path)
+            late = "the training ended before its time"
+            assert storm.refusals == [f"join d: {late}", f"leave a: {late}"], "none was given yet"
             continue
-        with pytest.raises(ConfigError, match=rf"leave a at {at_s} s would never be given.*37.5 s on.*more --tokens"):
+        with pytest.raises(ConfigError, match=rf"leave a at {at_s} s would never be given.*38.75 s on.*more --tokens"):
             storm_of(options, tmp_path)
 
 
