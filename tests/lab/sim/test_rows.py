@@ -13,6 +13,8 @@ from diloco_node.lab.sim.host import RUN_ID
 from diloco_node.lab.sim.planting import signed
 from tests.kit.small_world import Small
 
+pytestmark = pytest.mark.world
+
 
 @pytest.fixture
 def patch() -> Iterator[pytest.MonkeyPatch]:
