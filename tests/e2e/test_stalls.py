@@ -187,8 +187,8 @@ async def test_killed_learner_daemon_and_leader_come_back(run: Run) -> None:
     await kill(run, await run.until_leader(), "learner")
 
 
-# Of the gate are tests/lab/sim/test_troubles.py, tests/core/ledger/test_disks.py, and tests/daemon/test_daemon_on_disk.py
-# where the region uses no incarnation again.
+# Of the gate are tests/lab/sim/test_troubles.py, tests/core/ledger/test_disks.py, and
+# tests/daemon/test_daemon_on_disk.py, where no incarnation is used again.
 @pytest.mark.long
 async def test_a_leader_whose_folder_is_lost_comes_back(run: Run) -> None:
     """Where the daemons of the others stand still, one after the other, the test below needs its vote."""
