@@ -191,7 +191,7 @@ LIES: dict[str, Change] = {
     "discards": lambda body: lost(body.members[0].contribution),
     "the last round": lambda body: replace(body, is_last=True),
 }
-"""Each number is doubted in tests/core/rounds/test_entry_check.py."""
+"""Each number is doubted in tests/core/rounds/test_entry_numbers.py."""
 
 
 @pytest.mark.parametrize(
