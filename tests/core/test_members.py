@@ -62,16 +62,16 @@ def test_a_region_joins_is_merged_and_gets_a_vote_and_another_leaves(
 ) -> None:
     small = Small(patch, regions, joiners=1, summary_entries=summary_entries)
     (joiner,) = small.sim.setup.joiners
-    small.go(4)
+    small.go(6)
     assert order(small, joiner, "voter").startswith(f"{joiner} is no member: add it first")
     assert order(small, joiner, "contributor") == ""
     small.go(3)
     assert roster(small, small.leader()).kind_of(joiner) == "contributor", "before it is there"
     assert order(small, joiner, "voter").startswith(f"the disk of {joiner} does not hold yet")
     start(small, joiner)
-    small.go(5)
+    small.go(8)
     count = len(small.bodies())
-    small.go(4)
+    small.go(5)
     assert merged(small, count) == set(small.hosts), "a contributor trains and is merged"
     assert all(roster(small, name).voters == small.sim.setup.founders for name in small.hosts)
     assert not small.hosts[joiner].core.ledger._may_stand()
@@ -82,13 +82,13 @@ def test_a_region_joins_is_merged_and_gets_a_vote_and_another_leaves(
 
     leaver = next(name for name in small.others() if name != joiner)
     assert order(small, leaver, "former") == ""
-    small.go(4)
+    small.go(5)
     assert "no member of the run any more" in small.hosts[leaver].core.ledger.reason, "it is told"
     assert leaver not in small.hosts[small.leader()].core.ledger.durable_indexes, "and then nobody sends to it"
     assert "was removed from the run by an operator (entry" in small.hosts[leaver].core.farewell.reason
     stop(small, leaver)
     count = len(small.bodies())
-    small.go(4)
+    small.go(5)
     assert merged(small, count) == set(small.hosts)
     assert roster(small, joiner).voters == tuple(sorted(small.hosts))
     small.settle()
@@ -124,20 +124,20 @@ def test_regions_that_never_come_cost_nothing_and_one_that_is_gone_is_removed(pa
 @pytest.mark.seeds
 def test_contributors_do_not_count_for_the_majority_nor_stand_for_election(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, 5, joiners=2)
-    small.go(5)
+    small.go(8)
     for joiner in small.sim.setup.joiners:
         start(small, joiner)
         assert order(small, joiner, "contributor") == ""
-        small.go(5)
+        small.go(8)
     first, second = (name for name in small.sim.setup.founders if name != small.leader())
     for name in (first, second):
         small.hosts[name].kill_daemon()
     count = len(small.bodies())
-    small.go(9)
+    small.go(15)
     assert len(small.bodies()) <= count + 2, "one of three voters and two contributors commit nothing"
     assert not any(view.ledger(host.core).is_leader for host in small.hosts.values() if host.core is not None)
     small.hosts[first].start_daemon()
-    small.go(12)
+    small.go(20)
     assert len(small.bodies()) > count + 4, "two of three voters do"
     small.hosts[second].start_daemon()
     small.settle()
@@ -147,10 +147,10 @@ def test_contributors_do_not_count_for_the_majority_nor_stand_for_election(patch
 def test_the_vote_of_a_contributor_that_is_counted_is_found(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, 5, joiners=1)
     (joiner,) = small.sim.setup.joiners
-    small.go(5)
+    small.go(8)
     start(small, joiner)
     assert order(small, joiner, "contributor") == ""
-    small.go(9)
+    small.go(15)
     for host in small.hosts.values():
         count_contributors(host.core)
     away = [name for name in small.others() if name != joiner][:2]
