@@ -30,24 +30,24 @@ def members(small: Small, after: int) -> set[str]:
 
 def test_an_expelled_region_is_in_no_round_and_a_readmitted_one_is_again(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
-    small.go(5)
+    small.go(8)
     victim = small.others()[0]
     assert order(small, victim) == ""
-    small.go(4)
+    small.go(6)
     assert DiskNamedBody(victim, EXPELLED) in small.bodies()
     count = len(small.bodies())
-    small.go(5)
+    small.go(8)
     assert members(small, count) == set(small.hosts) - {victim}
     assert all(host.core.history.expelled == {victim} for name, host in small.hosts.items() if name != victim)
     assert "is expelled already" in order(small, victim)
     assert small.view(small.leader()).leader != victim
     assert order(small, victim, is_lifted=True) == ""
-    small.go(9)
+    small.go(15)
     disk = small.hosts[victim].disk.id
     named = [body for body in small.bodies() if isinstance(body, DiskNamedBody)]
     assert named == [DiskNamedBody(victim, EXPELLED), DiskNamedBody(victim, b""), DiskNamedBody(victim, disk)]
     count = len(small.bodies())
-    small.go(5)
+    small.go(8)
     assert members(small, count) == set(small.hosts)
     assert "is not expelled" in order(small, victim, is_lifted=True)
     small.settle()
@@ -55,15 +55,15 @@ def test_an_expelled_region_is_in_no_round_and_a_readmitted_one_is_again(patch: 
 
 def test_nobody_is_expelled_without_whom_no_majority_is_left(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
-    small.go(5)
+    small.go(8)
     first, second, third = small.others()
     assert order(small, first) == ""
-    small.go(4)
+    small.go(5)
     fault = order(small, second)
     assert fault.startswith(f"3 of 4 regions must vote; without {second} only 2 can: ")
     assert third in fault
     assert f"{small.leader()} leads: stop it first" in order(small, small.leader())
-    small.go(4)
+    small.go(5)
     assert [body.region for body in small.bodies() if isinstance(body, DiskNamedBody)] == [first]
     follower, expulsion = small.hosts[second].core, EntryOrdered(DiskNamedBody(third, EXPELLED), is_cut_off=True)
     fault = follower.replacement.order_fault(expulsion, follower.liveness, now_ns=small.world.now_ns)
@@ -72,10 +72,10 @@ def test_nobody_is_expelled_without_whom_no_majority_is_left(patch: pytest.Monke
 
 def test_a_region_that_is_away_is_no_vote_that_is_left(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
-    small.go(5)
+    small.go(8)
     first, second, _ = small.others()
     small.hosts[first].kill_daemon()
-    small.go(4)
+    small.go(5)
     assert f"without {second} only 2 can" in order(small, second), "else not even the order could be committed"
 
 
@@ -104,16 +104,16 @@ def revoke(small: Small, region: str, certificate: bytes, *, is_cut_off: bool = 
 
 def test_a_revoked_certificate_is_known_everywhere_and_only_once(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
-    small.go(5)
+    small.go(8)
     leader, (first, second, _) = small.leader(), small.others()
     assert revoke(small, first, b"1" * 32, is_cut_off=True) == ""
     assert "not committed yet: try again" in revoke(small, second, b"2" * 32)
-    small.go(4)
+    small.go(5)
     assert all(host.core.history.revocations == {b"1" * 32} for host in small.hosts.values())
     assert "is revoked already" in revoke(small, first, b"1" * 32)
     assert "leads with this certificate: give" in revoke(small, leader, b"3" * 32, is_cut_off=True)
     assert revoke(small, leader, b"3" * 32) == "", "an older one of the leader's own"
-    small.go(4)
+    small.go(5)
     assert sum(isinstance(body, RevokedBody) for body in small.bodies()) == 2
     follower = small.hosts[second].core
     order_ = EntryOrdered(RevokedBody(first, b"4" * 32), is_cut_off=False)
@@ -124,10 +124,10 @@ def test_a_revoked_certificate_is_known_everywhere_and_only_once(patch: pytest.M
 
 def test_no_certificate_is_revoked_without_whose_region_no_majority_is_left(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
-    small.go(5)
+    small.go(8)
     first, second, _ = small.others()
     assert order(small, first) == ""
-    small.go(4)
+    small.go(5)
     fault = revoke(small, second, b"2" * 32, is_cut_off=True)
     assert fault.startswith(f"3 of 4 regions must vote; without {second} only 2 can: ")
     assert fault.endswith(f"give {second} another one first, with diloco-node certs renew {second}")

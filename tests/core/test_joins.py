@@ -58,7 +58,7 @@ def has_order(small: Small, name: str) -> bool:
 def test_a_joiner_that_dies_in_a_phase_joins_with_its_next_start(patch: pytest.MonkeyPatch, phase: str) -> None:
     small = Small(patch, 4, joiners=1)
     (joiner,) = small.sim.setup.joiners
-    small.go(4)
+    small.go(6)
     assert order(small, joiner, "contributor") == ""
     start(small, joiner)
     until_ns = small.world.now_ns + 20_000 * MS
@@ -71,13 +71,13 @@ def test_a_joiner_that_dies_in_a_phase_joins_with_its_next_start(patch: pytest.M
     assert merged(small, count) >= set(small.sim.setup.founders), "the others go on without it"
     small.hosts[joiner].start_daemon()
     small.hosts[joiner].start_learner()
-    small.go(5)
+    small.go(8)
     if roster(small, joiner).kind_of(joiner) != "voter":
         assert order(small, joiner, "voter") == ""
         small.go(2)
     assert roster(small, small.leader()).voters == small.sim.setup.regions
     count = len(small.bodies())
-    small.go(4)
+    small.go(5)
     assert joiner in merged(small, count)
     small.settle()
 
@@ -87,7 +87,7 @@ def test_a_joiner_that_dies_fetches_no_fragment_again_that_has_come_whole(patch:
     small = Small(patch, 4, joiners=1, summary_entries=12)
     (joiner,) = small.sim.setup.joiners
     host = small.hosts[joiner]
-    small.go(7)
+    small.go(12)
     assert order(small, joiner, "contributor") == ""
     start(small, joiner)
     small.sim.run_until(lambda: len(states_fetched(small, joiner)) == 3)  # the third is on its way
@@ -96,7 +96,7 @@ def test_a_joiner_that_dies_fetches_no_fragment_again_that_has_come_whole(patch:
     host.kill_daemon()
     small.notes.clear()
     host.start_daemon()
-    small.go(4)
+    small.go(6)
     assert is_named(small, joiner)
     again = states_fetched(small, joiner)
     assert len(again) == 2
@@ -110,21 +110,21 @@ def test_a_joiner_whose_disk_is_full_joins_once_there_is_room(patch: pytest.Monk
     (joiner,) = small.sim.setup.joiners
     host = small.hosts[joiner]
     assert isinstance(host, DaemonHost)
-    small.go(4)
+    small.go(6)
     assert order(small, joiner, "contributor") == ""
     start(small, joiner)
     small.sim.run_until(lambda: is_fetching(small, joiner))
     host.folder_disk.is_full = True
     count = len(small.bodies())
-    small.go(4)
+    small.go(6)
     assert merged(small, count) == set(small.sim.setup.founders), "the others go on without it"
     assert not holds_state(small, joiner)
     assert not is_named(small, joiner)
     host.folder_disk.is_full = False
-    small.go(6)
+    small.go(10)
     assert is_named(small, joiner)
     count = len(small.bodies())
-    small.go(4)
+    small.go(5)
     assert joiner in merged(small, count)
     small.settle()
 
@@ -133,14 +133,14 @@ def test_a_region_that_was_removed_and_wiped_is_added_again(patch: pytest.Monkey
     small = Small(patch, 4, joiners=1)
     (joiner,) = small.sim.setup.joiners
     host = small.hosts[joiner]
-    small.go(4)
+    small.go(6)
     for _ in range(2):
         assert order(small, joiner, "contributor") == ""
         host.is_absent = False
         start(small, joiner)
-        small.go(5)
+        small.go(8)
         count = len(small.bodies())
-        small.go(4)
+        small.go(5)
         assert joiner in merged(small, count)
         assert order(small, joiner, "former") == ""
         small.go(4)
@@ -155,7 +155,7 @@ def test_a_region_that_was_removed_and_wiped_is_added_again(patch: pytest.Monkey
 def test_two_regions_join_at_once(patch: pytest.MonkeyPatch) -> None:
     """Both are started before either is listed, and ordered one right after the other."""
     small = Small(patch, 5, joiners=2)
-    small.go(4)
+    small.go(6)
     first, second = small.sim.setup.joiners
     for joiner in (first, second):
         start(small, joiner)
@@ -165,9 +165,9 @@ def test_two_regions_join_at_once(patch: pytest.MonkeyPatch) -> None:
     small.go(1)
     if roster(small, small.leader()).kind_of(second) != "contributor":
         assert order(small, second, "contributor") == ""
-    small.go(6)
+    small.go(10)
     count = len(small.bodies())
-    small.go(4)
+    small.go(5)
     assert merged(small, count) == set(small.hosts)
     for joiner in (first, second):
         assert order(small, joiner, "voter") == ""
@@ -178,7 +178,7 @@ def test_two_regions_join_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def test_a_leader_that_is_removed_hands_over_and_the_next_leader_removes_it(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, 4)
-    small.go(4)
+    small.go(6)
     leaver = small.leader()
     assert f"{leaver} leads: asked itself, it hands over" in order(small, leaver, "former")
     stayer = small.others()[0]
@@ -193,6 +193,6 @@ def test_a_leader_that_is_removed_hands_over_and_the_next_leader_removes_it(patc
     assert roster(small, small.leader()).kind_of(leaver) == "former"
     stop(small, leaver)
     count = len(small.bodies())
-    small.go(4)
+    small.go(5)
     assert merged(small, count) == set(small.hosts)
     small.settle()

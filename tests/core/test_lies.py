@@ -46,7 +46,7 @@ def test_a_reducer_that_multiplies_its_sums_is_left_out_and_none_of_them_is_merg
     patch: pytest.MonkeyPatch, factor: float, with_right_words: bool
 ) -> None:
     small = Small(patch, sync_every=16)
-    small.go(5)
+    small.go(8)
     usual = rate(small, 8)
     liar = reducer(small)
     reduces_times(small, liar, factor, with_right_words=with_right_words)
@@ -61,12 +61,12 @@ def test_a_reducer_that_multiplies_its_sums_is_left_out_and_none_of_them_is_merg
 def test_a_leader_that_multiplies_its_own_sums_leads_no_longer(patch: pytest.MonkeyPatch) -> None:
     """It does not look at them, so they get into its log; every other region does."""
     small = Small(patch, sync_every=16)
-    small.go(5)
+    small.go(8)
     liar = small.leader()
     believes_itself(small, liar)
     small.hosts[liar].core.leader._judge.judge_sums = lambda *_args, **_named: ""
     reduces_times(small, liar, 1000.0, with_right_words=False)
-    small.go(7)
+    small.go(12)
     assert rate(small, 8) > 0, f"seed {SEED}"
     assert small.leader() != liar
     assert len(refused(small, liar)) >= 2
@@ -92,7 +92,7 @@ def test_a_reducer_with_a_wrong_sum_of_the_right_length_is_found_by_an_audit(
     patch: pytest.MonkeyPatch, change: str
 ) -> None:
     small = Small(patch, sync_every=16)
-    small.go(5)
+    small.go(8)
     usual = rate(small, 8)
     liar = reducer(small)
     is_liar(small, liar)
@@ -110,7 +110,7 @@ def test_a_reducer_with_a_wrong_sum_of_the_right_length_is_found_by_an_audit(
 
 def test_a_member_that_tells_other_projections_is_left_out_and_no_reducer(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, sync_every=16)
-    small.go(5)
+    small.go(8)
     liar = reducer(small)
     is_liar(small, liar)
     CHEATS["projections"].begin(small.hosts[liar])
@@ -123,7 +123,7 @@ def test_a_member_that_tells_other_projections_is_left_out_and_no_reducer(patch:
 @SELDOM
 def test_a_leader_that_flips_its_own_sums_and_audits_nothing_leads_no_longer(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, sync_every=16)
-    small.go(5)
+    small.go(8)
     liar = small.leader()
     believes_itself(small, liar)
     small.hosts[liar].core.leader._audit.question = lambda *_args, **_named: ""
@@ -202,11 +202,11 @@ def test_a_leader_that_writes_wrong_numbers_leads_no_longer_and_commits_none(
 ) -> None:
     # The checkers of the simulation work out every number of a committed round: `go` fails if one is wrong.
     small = Small(patch, sync_every=16, steps_max=100_000)
-    small.go(5)
+    small.go(8)
     usual = rate(small, 8)
     liar = small.leader()
     lies = proposes(small, liar, LIES[lie])
-    small.go(7)
+    small.go(12)
     assert lies
     assert rate(small, 8) >= 0.9 * usual, f"seed {SEED}"
     assert small.leader() != liar
@@ -216,11 +216,11 @@ def test_a_leader_that_writes_wrong_numbers_leads_no_longer_and_commits_none(
 
 def test_a_leader_ends_no_run_in_the_middle(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, sync_every=16, steps_max=100_000)
-    small.go(5)
+    small.go(8)
     liar = small.leader()
     believes_itself(small, liar)
     small.hosts[liar].core.leader.request_finish("it pleases me")
-    small.go(7)
+    small.go(12)
     assert rate(small, 8) > 0, f"seed {SEED}"
     assert small.leader() != liar
     rounds = [body for body in small.bodies() if isinstance(body, RoundBody)]
@@ -231,7 +231,7 @@ def test_a_leader_ends_no_run_in_the_middle(patch: pytest.MonkeyPatch) -> None:
 
 def test_an_operators_order_ends_the_run_whoever_leads_and_wherever_it_is_given(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, sync_every=16, steps_max=100_000)
-    small.go(5)
+    small.go(8)
     small.hosts[small.others()[1]].post(ev.FinishOrdered("the loss is flat"))
     until_ns = small.world.now_ns + 30 * SECOND
     small.sim.run_until(
@@ -245,7 +245,7 @@ def test_an_operators_order_ends_the_run_whoever_leads_and_wherever_it_is_given(
 def test_a_region_that_heard_no_order_takes_the_end_from_the_majority(patch: pytest.MonkeyPatch) -> None:
     """No link leads from the region whose operator gives it to one of the others."""
     small = Small(patch, sync_every=16, steps_max=100_000)
-    small.go(5)
+    small.go(8)
     source, deaf = small.others()[:2]
     small.sim.network.cut(source, deaf)
     small.hosts[source].post(ev.FinishOrdered("the loss is flat"))

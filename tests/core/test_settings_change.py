@@ -49,14 +49,14 @@ def rounds(small: Small) -> list[RoundBody]:
 
 def test_a_cadence_that_is_ordered_holds_in_all_regions_from_one_entry_on(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, regions=3)
-    small.go(6)
+    small.go(10)
     before = len(rounds(small))
     body = order(small, sync_every=16, overlap_steps=4)
     small.go(1)
     assert orders(small) == [body]
     assert {SettingsBody.of(core_of(small, name).history.settings) for name in small.hosts} == {body}
     count = len(rounds(small))
-    small.go(6)
+    small.go(10)
     assert (len(rounds(small)) - count) < 0.7 * before, "half as often"
     small.settle()
 
@@ -65,9 +65,9 @@ def test_outer_steps_before_the_entry_keep_its_rates_and_those_after_have_the_ne
     patch: pytest.MonkeyPatch,
 ) -> None:
     small = Small(patch, regions=3)
-    small.go(4)
+    small.go(6)
     order(small, outer_lr=0.25, outer_momentum=0.125)
-    small.go(4)
+    small.go(6)
     bodies = small.bodies()
     at = next(place for place, body in enumerate(bodies) if isinstance(body, SettingsBody))
     rates = [
@@ -82,7 +82,7 @@ def test_outer_steps_before_the_entry_keep_its_rates_and_those_after_have_the_ne
 def test_open_rounds_wait_for_the_entry_and_none_is_lost(patch: pytest.MonkeyPatch) -> None:
     """Weights follow from the settings at the entry of their round: a leader that mixed them up would be refused."""
     small = Small(patch, regions=4, rounds_in_flight_max=4, overlap_steps=1)
-    small.go(4)
+    small.go(5)
     for share in (0.4, 0.9, 0.5, 1.0, 0.45):
         order(small, weight_share_max=share, weight_cap=1.0 + share)
         small.go(1.5)
@@ -96,13 +96,13 @@ def test_a_region_that_was_away_comes_back_to_the_settings_of_the_run(
     patch: pytest.MonkeyPatch, summary_entries: int
 ) -> None:
     small = Small(patch, regions=3, summary_entries=summary_entries)
-    small.go(4)
+    small.go(5)
     away = small.others()[0]
     small.hosts[away].kill_daemon(is_power_cut=True)
     body = order(small, sync_every=4, overlap_steps=1)
-    small.go(7)
+    small.go(12)
     small.hosts[away].start()
-    small.go(4)
+    small.go(5)
     assert SettingsBody.of(core_of(small, away).history.settings) == body
     assert (core_of(small, away).ledger.base.index > 0) is (summary_entries == 12)
     small.hosts[away].kill_daemon()
@@ -118,14 +118,14 @@ def test_the_runs_settings_win_over_those_that_a_region_was_started_with(patch: 
     host.setup = replace(host.setup, settings=replace(host.setup.settings, sync_every=80, outer_lr=0.1))
     small.world.after(SECOND // 2, None, host.kill_daemon)
     small.world.after(6 * SECOND, None, host.start_daemon)
-    small.go(7)
+    small.go(12)
     assert {core_of(small, name).history.settings.sync_every for name in small.hosts} == {8}
     small.settle()
 
 
 def test_a_leader_that_dies_with_an_order_loses_it_or_has_it_everywhere(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, regions=3)
-    small.go(4)
+    small.go(5)
     leader = small.leader()
     order(small, sync_every=12)
     small.hosts[leader].kill_daemon()
@@ -142,7 +142,7 @@ def test_a_leader_that_dies_with_an_order_loses_it_or_has_it_everywhere(patch: p
 
 def test_orders_that_can_not_be_carried_out_are_refused_with_the_remedy(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, regions=3)
-    small.go(4)
+    small.go(5)
     leader, other = small.leader(), small.others()[0]
 
     def fault(name: str, **values: Any) -> str:
@@ -170,7 +170,7 @@ def test_orders_that_can_not_be_carried_out_are_refused_with_the_remedy(patch: p
 def test_an_order_waits_until_the_one_before_is_applied_here_as_well(patch: pytest.MonkeyPatch) -> None:
     """An order holds all the settings: made of those before the first one, it would undo that in silence."""
     small = Small(patch, regions=3)
-    small.go(4)
+    small.go(5)
     core = core_of(small, small.leader())
     body = order(small, sync_every=16)
     small.go(2)
@@ -183,7 +183,7 @@ def test_an_order_waits_until_the_one_before_is_applied_here_as_well(patch: pyte
 
 def test_an_order_is_dropped_when_a_merge_that_was_decided_does_not_end(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, regions=3)
-    small.go(4)
+    small.go(5)
     core = core_of(small, small.leader())
     change = core.replacement._settings
     patch.setattr(replacement, "HOLD_NS", 2 * SECOND)

@@ -23,7 +23,7 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 def two_sites(patch: pytest.MonkeyPatch) -> tuple[Small, FakeBucket]:
     """A run of two regions whose witness has its vote."""
     small = Small(patch, 2, has_witness=True)
-    small.go(6)
+    small.go(10)
     bucket = small.sim.checkers.bucket
     assert bucket is not None
     record = bucket.record
@@ -48,7 +48,7 @@ def test_a_bucket_is_asked_for_nothing_while_both_regions_are_there(patch: pytes
     small, bucket = two_sites(patch)
     writes, count = bucket.tag, rounds(small)
     bucket.is_away = True
-    small.go(12)
+    small.go(20)
     assert rounds(small) > count + 3
     assert bucket.tag == writes
     small.settle()
@@ -60,7 +60,7 @@ def test_the_region_that_is_left_goes_on_and_the_other_returns(patch: pytest.Mon
     name = small.leader() if leads else small.others()[0]
     stop(small, name)
     count = rounds(small)
-    small.go(12)
+    small.go(20)
     assert rounds(small) > count + 3
     record = bucket.record
     assert record is not None
@@ -81,10 +81,10 @@ def test_without_the_bucket_one_region_merges_nothing(patch: pytest.MonkeyPatch)
     stop(small, small.others()[0])
     small.go(1)
     count = len(small.bodies())
-    small.go(12)
+    small.go(20)
     assert len(small.bodies()) == count
     bucket.is_away = False
-    small.go(12)
+    small.go(20)
     assert len(small.bodies()) > count
 
 
@@ -94,7 +94,7 @@ def test_a_region_that_lost_its_folder_comes_back(patch: pytest.MonkeyPatch) -> 
     host.lose_disk()
     small.go(2)
     host.start()
-    small.go(18)
+    small.go(30)
     small.settle()
     assert all(other.core.ledger.disks.counts(host.name, host.disk.id) for other in small.hosts.values())
 
@@ -105,11 +105,11 @@ def test_a_region_that_returns_while_the_other_is_gone_takes_what_it_lacks_from_
     small, _ = two_sites(patch)
     first, second = small.others()[0], small.leader()
     stop(small, first)
-    small.go(4)
+    small.go(5)
     stop(small, second)
     count = rounds(small)
     small.hosts[first].start()
-    small.go(18)
+    small.go(30)
     assert small.leader() == first
     assert rounds(small) > count + 3
     small.hosts[second].start()
@@ -119,10 +119,10 @@ def test_a_region_that_returns_while_the_other_is_gone_takes_what_it_lacks_from_
 def test_of_two_regions_that_do_not_hear_each_other_the_same_goes_on(patch: pytest.MonkeyPatch) -> None:
     small, _ = two_sites(patch)
     pairs = small.cut(small.leader())
-    small.go(9)
+    small.go(15)
     before = {host.core.ledger.term for host in small.hosts.values()}
     count = rounds(small)
-    small.go(9)
+    small.go(15)
     assert rounds(small) > count + 3
     assert {host.core.ledger.term for host in small.hosts.values()} == before, "nobody deposes it"
     small.heal(pairs)
@@ -133,11 +133,11 @@ def test_a_bucket_that_was_emptied_is_named_again_and_serves(patch: pytest.Monke
     small, bucket = two_sites(patch)
     patch.setattr(ledger_state, "WITNESS_HEARTBEATS", 50)
     bucket.empty()
-    small.go(18)
+    small.go(30)
     record = bucket.record
     assert record is not None, "it is looked at every few minutes"
     assert small.hosts[small.leader()].core.ledger.disks.counts(WITNESS, record.disk)
     stop(small, small.leader())
     count = rounds(small)
-    small.go(12)
+    small.go(20)
     assert rounds(small) > count + 3
