@@ -18,9 +18,10 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 demo: $(PROGRAM)
 	$(BIN)/diloco-node demo $(DEMO_ARGS)
 
-# Everything below the end-to-end tier: eight minutes. Half of it is waiting, so three workers share two cores.
+# Everything below the end-to-end tier and the simulated worlds: four minutes. Half of it is waiting, so three workers
+# share two cores.
 test-fast: $(STAMP)
-	$(PYTEST) $(PARALLEL) 3 -m 'not e2e and not seeds and not system' $(PYTEST_ARGS)
+	$(PYTEST) $(PARALLEL) 3 -m 'not e2e and not world and not seeds and not system' $(PYTEST_ARGS)
 
 # The gate: with daemons and learners in processes of their own. Each promise has a test here; what takes minutes more,
 # or shows it once more on other seeds, is for `make test-all`.
@@ -48,7 +49,7 @@ test-system: $(STAMP)
 
 test-rest test-system: export DILOCO_CI_DOCKER ?= 1
 
-# mypy takes as long as the rest together: `make --jobs 2 check` does both at once, as .ci/run does.
+# mypy takes as long as the rest together: `make --jobs 2 check` does both at once. .ci/run does `types` beside `test`.
 .PHONY: style types
 check: style types
 

@@ -32,7 +32,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST_FIRST = ("long", "system", "e2e", "seeds")
+LONGEST_FIRST = ("long", "system", "e2e", "world", "seeds")
 """Markers of tests, by how long the longest of each take: the containers take minutes."""
 
 

@@ -12,7 +12,7 @@ from diloco_node.file_lock import lock_file
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import allot_incarnation, save_trained
 from diloco_node.supervisor.supervisor import run_supervisor
-from tests.supervisor.test_supervisor import WAIT, spec
+from tests.kit.supervisor_kit import WAIT, spec
 
 
 def test_a_lock_holds_until_its_descriptor_is_closed(tmp_path: Path) -> None:

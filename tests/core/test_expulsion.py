@@ -9,6 +9,8 @@ from diloco_node.core.types import EVICTED, EXPELLED, DiskNamedBody, RevokedBody
 from tests.kit.ledger_kit import disk_of
 from tests.kit.small_world import Small
 
+pytestmark = pytest.mark.world
+
 
 def order(small: Small, region: str, *, is_lifted: bool = False) -> str:
     """Give the order to the leader; why it can't be carried out."""

@@ -14,6 +14,8 @@ from diloco_node.lab.sim.fake_learner import FakeSnapshot, Part
 from diloco_node.lab.sim.world import SECOND
 from tests.kit.small_world import SEED, Small
 
+pytestmark = pytest.mark.world
+
 LEARNING_S = 16
 """Within so many seconds the others know whom to leave out."""
 

@@ -10,6 +10,8 @@ from diloco_node.lab.sim.world import MS
 from tests.core.test_members import merged, order, roster, start, stop
 from tests.kit.small_world import Small
 
+pytestmark = pytest.mark.world
+
 PHASES: dict[str, Callable[[Small, str], bool]] = {
     "it does not know the run": lambda small, name: small.hosts[name].core is not None,
     "it fetches the state": lambda small, name: is_fetching(small, name),

@@ -14,6 +14,8 @@ from diloco_node.lab.sim.world import SECOND
 from tests.core.test_gray_regions import rate, reducer
 from tests.kit.small_world import SEED, Small
 
+pytestmark = pytest.mark.world
+
 Change = Callable[[RoundBody], EntryBody]
 
 
@@ -189,7 +191,7 @@ LIES: dict[str, Change] = {
     "discards": lambda body: lost(body.members[0].contribution),
     "the last round": lambda body: replace(body, is_last=True),
 }
-"""Each number is doubted in tests/core/rounds/test_entry_check.py."""
+"""Each number is doubted in tests/core/rounds/test_entry_numbers.py."""
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from tests.kit.planted.member_faults import count_contributors
 from tests.kit.rounds_kit import committed_round, contribution
 from tests.kit.small_world import Small
 
+pytestmark = pytest.mark.world
+
 
 def order(small: Small, region: str, kind: str, *, is_forced: bool = False) -> str:
     """Give the order to the leader; why it can't be carried out."""
@@ -94,7 +96,7 @@ def test_a_region_joins_is_merged_and_gets_a_vote_and_another_leaves(
 
 def test_regions_that_never_come_cost_nothing_and_one_that_is_gone_is_removed(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, 5, joiners=2)
-    small.go(6)
+    small.go(4)
     for joiner in small.sim.setup.joiners:
         assert order(small, joiner, "contributor") == ""
         small.go(1)
@@ -161,7 +163,7 @@ def test_the_vote_of_a_contributor_that_is_counted_is_found(patch: pytest.Monkey
 def test_two_changes_that_are_open_at_once_are_found(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, 5, joiners=1)
     (joiner,) = small.sim.setup.joiners
-    small.go(8)
+    small.go(5)
     leader = small.leader()
     small.cut(leader)
     assert order(small, joiner, "contributor") == ""
@@ -180,14 +182,14 @@ def test_two_changes_that_are_open_at_once_are_found(patch: pytest.MonkeyPatch) 
 
 def test_a_region_that_an_open_round_has_leaves_after_it_and_no_new_round_has_it(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, 4)
-    small.go(6)
+    small.go(4)
     leaver = small.others()[0]
     host = small.hosts[small.leader()]
     small.sim.run_until(lambda: any(leaver in round_.members for round_ in host.core.leader.rounds.values()))
     ballots = {round_.ballot for round_ in host.core.leader.rounds.values()}
     assert order(small, leaver, "former", is_forced=True) == ""
     assert roster(small, host.name).kind_of(leaver) == "voter", "its contribution counts"
-    small.go(5)
+    small.go(4)
     assert roster(small, host.name).kind_of(leaver) == "former"
     late = [body for body in small.bodies() if isinstance(body, RoundBody) and body.ballot > max(ballots)]
     assert late
@@ -200,7 +202,7 @@ def test_of_two_regions_that_leave_at_once_the_second_is_refused_until_the_first
     """The later order took the place of the one that waited for a round, and the two kept each other from leaving."""
     small = Small(patch, 5, joiners=1)
     (joiner,) = small.sim.setup.joiners
-    small.go(6)
+    small.go(4)
     first, second = small.others()[:2]
     host = small.hosts[small.leader()]
     small.sim.run_until(lambda: any(first in round_.members for round_ in host.core.leader.rounds.values()))
@@ -222,7 +224,7 @@ def test_of_two_regions_that_leave_at_once_the_second_is_refused_until_the_first
 
 def test_a_departure_that_an_open_round_holds_up_for_long_is_given_up(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, 5)
-    small.go(6)
+    small.go(4)
     leader, (first, second) = small.leader(), small.others()[:2]
     core = small.hosts[leader].core
     small.sim.run_until(lambda: any(first in round_.members for round_ in core.leader.rounds.values()))
@@ -238,7 +240,7 @@ def test_a_departure_that_an_open_round_holds_up_for_long_is_given_up(patch: pyt
 
 def test_a_region_that_was_removed_while_it_was_down_is_told_when_it_comes_back(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, 4)
-    small.go(6)
+    small.go(4)
     leaver, other = small.others()[:2]
     small.hosts[leaver].kill_daemon()
     small.go(2)
@@ -257,7 +259,7 @@ def test_a_region_that_was_removed_while_it_was_down_is_told_when_it_comes_back(
 def test_every_member_tells_a_region_that_it_was_removed(patch: pytest.MonkeyPatch) -> None:
     """Only the leader that removed it sent it entries: one elected since left it running while its links stood."""
     small = Small(patch, 4)
-    small.go(6)
+    small.go(4)
     leaver, peer = small.others()[:2]
     core = small.hosts[peer].core
     without = roster(small, peer).changed(MembershipBody(leaver, "former"))
@@ -269,7 +271,7 @@ def test_every_member_tells_a_region_that_it_was_removed(patch: pytest.MonkeyPat
 
 def test_the_word_of_a_peer_alone_removes_nobody(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, 4)
-    small.go(6)
+    small.go(4)
     victim, peer = small.others()[:2]
     core = small.hosts[victim].core
     without = roster(small, victim).changed(MembershipBody(victim, "former"))
@@ -288,7 +290,7 @@ def test_the_word_of_a_peer_alone_removes_nobody(patch: pytest.MonkeyPatch) -> N
 def test_a_list_of_before_removes_nobody_who_was_added_again(patch: pytest.MonkeyPatch) -> None:
     """The authority has signed it, so a peer may show it for ever."""
     small = Small(patch, 4)
-    small.go(6)
+    small.go(4)
     victim, peer = small.others()[:2]
     core = small.hosts[victim].core
     before = roster(small, victim)
@@ -310,7 +312,7 @@ def test_a_leader_that_makes_up_a_change_of_the_members_is_refused_and_loses_its
     patch: pytest.MonkeyPatch,
 ) -> None:
     small = Small(patch, 4)
-    small.go(6)
+    small.go(4)
     leader = small.leader()
     core, victim = small.hosts[leader].core, small.others()[0]
     made_up = MembershipBody(victim, "contributor", signature=b"s" * 71)
@@ -355,7 +357,7 @@ def test_a_voter_that_was_away_while_another_came_follows_it_as_its_leader(patch
     small.go(1)
     assert order(small, joiner, "contributor") == ""
     start(small, joiner)
-    small.go(6)
+    small.go(4)
     assert order(small, joiner, "voter") == ""
     small.go(2)
     patch.setattr(ledger_state, "most_complete", lambda *_, **__: joiner)

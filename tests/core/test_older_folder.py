@@ -6,6 +6,8 @@ from diloco_node.lab.sim.cheats import older_copy, put_back
 from tests.core.test_lies import is_liar
 from tests.kit.small_world import Small
 
+pytestmark = pytest.mark.world
+
 
 def test_a_leader_that_restarts_and_an_older_copy_of_a_followers_folder_lose_no_committed_round(
     patch: pytest.MonkeyPatch,

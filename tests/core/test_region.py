@@ -28,6 +28,8 @@ from tests.kit.ledger_kit import disk_of
 from tests.kit.rounds_kit import MANIFEST, REGIONS, SETTINGS, status
 from tests.kit.small_world import SEED, Small
 
+pytestmark = pytest.mark.world
+
 # ---- nothing goes wrong ----------------------------------------------------------------------------------------------
 
 

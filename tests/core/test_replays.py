@@ -10,6 +10,8 @@ from diloco_node.core.types import Ballot, RoundBody
 from diloco_node.wire.envelope import TransferBegin, decode_bulk, decode_control, encode_begin, encode_control
 from tests.kit.small_world import Small
 
+pytestmark = pytest.mark.world
+
 MESSAGES = 10_000
 TRANSFERS = 1_000
 

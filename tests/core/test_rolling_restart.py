@@ -8,6 +8,8 @@ from tests.core.test_members import order, start
 from tests.kit.small_world import SEED, Small
 from tests.lab.sim.test_slow_disks import gaps_between_commits
 
+pytestmark = pytest.mark.world
+
 DOWN_S, WATCHED_S = 2, 8
 
 

@@ -8,6 +8,8 @@ from diloco_node.core import events as ev
 from diloco_node.core.types import ExtendedBody, FinishedBody, RoundBody
 from tests.kit.small_world import Small
 
+pytestmark = pytest.mark.world
+
 
 def ends(small: Small) -> list[FinishedBody]:
     return [body for body in small.bodies() if isinstance(body, FinishedBody)]

@@ -15,6 +15,8 @@ from diloco_node.core.types import RoundBody
 from diloco_node.lab.sim.world import SECOND
 from tests.kit.small_world import Small
 
+pytestmark = pytest.mark.world
+
 
 @pytest.fixture
 def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:

@@ -7,6 +7,8 @@ import pytest
 from diloco_node.core.types import RoundBody
 from tests.kit.small_world import Small
 
+pytestmark = pytest.mark.world
+
 SPEEDS = {"mixed": (4, 4, 2, 1), "one_fast": (10, 10, 10, 1)}
 """How many times as long the steps of each region take."""
 # A minute and a half of a run is ten seconds of a core: in the fast tier are the two quickest.

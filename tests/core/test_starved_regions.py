@@ -12,6 +12,8 @@ from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.world import MS
 from tests.kit.small_world import SEED, Small
 
+pytestmark = pytest.mark.world
+
 SLICE_EVENTS = 8
 """Events that a loop handles before another one has its turn."""
 

@@ -11,6 +11,8 @@ from diloco_node.core.types import RoundBody
 from diloco_node.lab.sim.witness_bucket import WITNESS, FakeBucket
 from tests.kit.small_world import Small
 
+pytestmark = pytest.mark.world
+
 
 @pytest.fixture
 def patch() -> Iterator[pytest.MonkeyPatch]:

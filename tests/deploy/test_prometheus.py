@@ -18,7 +18,7 @@ from diloco_node.daemon.daemon import Daemon
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.state_names import ADMIN_PORT_NAME
 from tests.daemon.admin.test_metrics import families
-from tests.daemon.test_daemon import Learner, end, nodes, spec  # noqa: F401 - two are fixtures
+from tests.kit.daemon_kit import Learner, end, nodes, spec  # noqa: F401 - two are fixtures
 from tests.kit.ports import free_port
 from tests.kit.repository import ROOT
 from tests.kit.waiting import eventually

@@ -171,10 +171,10 @@ async def test_an_example_trains_in_two_regions_as_its_readme_says(tmp_path: Pat
     cluster = ByHand(checkout / "two-regions" / "state", sorted(ranks), shell)
     try:
         before = await cluster.until_trains()
-        await cluster.until_commits(4)
+        after = await cluster.until_commits(4)
         if example == TITAN:  # ranks of fsdp_loop.py come back in tests/e2e/test_sharded_regions.py
             await come_back(cluster, before)
-        after = await cluster.until_commits(4)
+            after = await cluster.until_commits(4)
         for name in cluster.names:
             learner = after[name]["learner"]
             assert (learner["loss"] is not None) == (example != TITAN), "its model returns no loss"

@@ -8,18 +8,20 @@ each. Ranks are forked from a process that has imported torch: importing it take
 from __future__ import annotations
 
 import hashlib
+import io
 import multiprocessing
 import os
+import sys
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from diloco_node.core.types import Codec
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.wire.learner_link import Warned
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, OfferApplied, SnapshotReady
@@ -42,15 +44,21 @@ _FORKS.set_forkserver_preload(
 
 
 class Ranks:
-    """Processes of one region; used as a context manager."""
+    """Processes of one region; used as a context manager.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        count: how many.
+        target: what each carries out, with its end of a link and its variables of the environment.
+        args: and these.
+    """
+
+    def __init__(self, count: int, target: Callable[..., None] | None = None, *args: object) -> None:
         port = free_port()
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
         pipes = [_FORKS.Pipe() for _ in range(count)]
         self._links = [near for near, _ in pipes]
         self.processes = [
-            _FORKS.Process(target=serve, args=(far, shared | {"RANK": str(rank)}), daemon=True)
+            _FORKS.Process(target=target or serve, args=(far, shared | {"RANK": str(rank)}, *args), daemon=True)
             for rank, (_, far) in enumerate(pipes)
         ]
         for process, (_, far) in zip(self.processes, pipes, strict=True):
@@ -61,6 +69,9 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
         for process, link in zip(self.processes, self._links, strict=True):
             process.kill()
             process.join()
@@ -137,18 +148,41 @@ class Ranks:
         return self.agreed(do="state")
 
 
-def states(count: int, layouts: list[str], folder: Path, *, rounds: int, codec: Codec = Codec.INT4) -> dict[str, Any]:
+class Groups:
+    """Ranks that tests share: to start them takes as long as most tests. Each test closes what it has attached."""
+
+    def __init__(self) -> None:
+        self._idle: dict[int, Ranks] = {}
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[Ranks]:
+        """So many ranks, of the test before or new ones; where a test fails nobody gets its ranks."""
+        ranks = self._idle.pop(count, None) or Ranks(count)
+        try:
+            yield ranks
+        except BaseException:
+            ranks.end()
+            raise
+        self._idle[count] = ranks
+
+    def end(self) -> None:
+        for ranks in self._idle.values():
+            ranks.end()
+        self._idle.clear()
+
+
+def states(count: int, layouts: list[str], folder: Path, *, rounds: int, groups: Groups) -> dict[str, Any]:
     """What ranks come to after so many rounds, by layout; the second half is rounds with evaluations in between.
 
     Returns:
         State before and after, what evaluations saw, what the daemon was sent last, and the frozen tensors.
     """
     found: dict[str, Any] = {}
-    with Ranks(count) as ranks:
+    with groups.take(count) as ranks:
         for layout in layouts:
             place = folder / f"{layout}-{count}"
             place.mkdir()
-            with MemoryStore(place / "memory.sock"), FakeDaemon(place, codec=codec) as daemon:
+            with MemoryStore(place / "memory.sock"), FakeDaemon(place) as daemon:
                 ranks.attach(layout, place)
                 first = ranks.state()
                 applied = ranks.merged(daemon, rounds // 2, applied=2)
@@ -161,6 +195,16 @@ def states(count: int, layouts: list[str], folder: Path, *, rounds: int, codec: 
                 found[layout] = {"first": first, "last": ranks.state(), "seen": seen, "sent": sent, "listing": listing}
                 ranks.ask(do="close")
     return found
+
+
+def run_program(link: Connection, environment: dict[str, str], program: str, *args: str) -> None:
+    """Run a program as `python -c` does; what it prints is the answer."""
+    os.environ.update(environment)
+    sys.argv = ["-c", *args]
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(program, {"__name__": "__main__"})
+    link.send(printed.getvalue())
 
 
 # ---- one rank --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 
 from diloco_node.learner.region_shards import HERE
 from tests.kit.learner_kit import region_folder
+from tests.kit.shard_ranks import Groups
 
 
 @pytest.fixture
@@ -20,3 +21,11 @@ def _own_shards() -> Iterator[None]:
     """What a learner that was not closed left behind is no other test's."""
     yield
     HERE.clear()
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[Groups]:
+    """For the tests of one file."""
+    groups_ = Groups()
+    yield groups_
+    groups_.end()

@@ -1,116 +1,16 @@
-"""Two real ranks over Gloo under one fake daemon: same values on both, one sum of tokens, one end."""
-
-import json
-import os
-import subprocess
-import sys
-import textwrap
-import time
-from pathlib import Path
+"""What ranks say to one another, and how many there must be; tests/learner/test_sharded.py has real ones."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
 from diloco_node.learner.ranks import Boundary, Orders, Ranks
-from diloco_node.shared_memory import MemoryStore
-from diloco_node.storage.trained import read_trained
 from diloco_node.wire.learner_link import (
-    Done,
-    OfferApplied,
-    RunAdvanced,
     ShardsGiven,
-    SnapshotReady,
     SnapshotRequested,
     VersionOffered,
 )
-from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
-from tests.kit.ports import free_port
-
-SCRIPT = """
-import hashlib, json, sys, time
-import torch, torch.distributed as dist
-from torch import nn
-import diloco_node
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-torch.manual_seed(7 + rank)                      # different parameters before attach
-model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)).to(getattr(torch, sys.argv[1]))
-if sys.argv[2] == "odd":
-    torch.set_default_dtype(torch.bfloat16)
-    torch.set_default_device("meta")
-optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-def digest():
-    data = b"".join(p.detach().float().numpy().tobytes() for p in model.parameters())
-    return hashlib.sha256(data).hexdigest()
-seen, run = [], []
-with diloco_node.attach(model, optimizer) as diloco:
-    seen.append(digest())
-    while not diloco.should_stop:
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, 0.01)
-        optimizer.step()
-        diloco.step(tokens=3 + rank)
-        seen.append(digest())
-        run.append((diloco.global_step, diloco.progress))
-        time.sleep(0.001)
-    print(json.dumps({"rank": rank, "seen": seen, "run": run, "steps": diloco.steps, "tokens": diloco.tokens,
-                      "region": diloco.region, "regions": diloco.regions, "index": diloco.region_index}), flush=True)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.e2e
-@pytest.mark.no_device("its ranks are processes without one")
-@pytest.mark.parametrize(("dtype", "defaults"), [("bfloat16", ""), ("float32", "odd")])
-def test_two_ranks_stay_equal_through_merges(tmp_path: Path, dtype: str, defaults: str) -> None:
-    with MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path, codec=Codec.FP32) as daemon:
-        processes = start_ranks(tmp_path, dtype, defaults)
-        daemon.wait_for(OfferApplied, 2)
-        for version in range(1, 4):
-            daemon.send(RunAdvanced(1000 * version, version / 4))
-            daemon.want(0)
-            ready = daemon.wait_for(SnapshotReady, version)
-            merged = daemon.theta[0] - daemon.decoded(0) + 0.5
-            daemon.commit(0, merged, ready.contribution.snapshot if version != 2 else -1)
-            daemon.wait_for(OfferApplied, 2 + version)
-        time.sleep(0.05)
-        daemon.stop_learner()
-        answers = [json.loads(process.communicate(timeout=PATIENCE_S)[0]) for process in processes]
-        done = daemon.wait_for(Done)
-    assert [process.returncode for process in processes] == [0, 0]
-    first, second = sorted(answers, key=lambda answer: answer["rank"])
-    assert first["seen"] == second["seen"]
-    assert len(set(first["seen"])) > 4
-    assert first["run"] == second["run"], "one learning rate on all ranks"
-    assert {0.25, 0.5, 0.75} <= {part for _, part in first["run"]}
-    assert first["run"][-1][0] >= 3000
-    for answer in (first, second):
-        assert answer["steps"] == done.step
-        assert answer["tokens"] == 7 * answer["steps"]  # 3 and 4 of the two ranks
-        assert (answer["region"], answer["regions"], answer["index"]) == ("us-east", 3, 1)
-    assert done.tokens == 7 * done.step
-    assert read_trained(tmp_path)[0].tokens == done.tokens
-    assert len(daemon.attaches) == 1
-
-
-def start_ranks(folder: Path, dtype: str, defaults: str) -> list[subprocess.Popen[str]]:
-    port = free_port()
-    shared = os.environ | {
-        "DILOCO_SOCKET": str(folder / "learner.sock"),
-        "DILOCO_SUPERVISOR": str(folder / "memory.sock"),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), dtype, defaults]
-    return [
-        subprocess.Popen(command, env=shared | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
 
 
 def test_launcher_without_process_group_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 Real ranks over Gloo, with PyTorch's own ways to cut a model, under one fake daemon (tests/kit/shard_ranks.py).
 """
 
+import json
 import re
 import time
 from contextlib import ExitStack
@@ -13,15 +14,19 @@ import numpy as np
 import pytest
 import torch
 
+from diloco_node.core.types import Codec
 from diloco_node.shared_memory import MemoryStore
+from diloco_node.storage.trained import read_trained
 from diloco_node.wire.frozen_listing import frozen_difference, pack_frozen
-from tests.kit.fake_daemon import Done, FakeDaemon
+from diloco_node.wire.learner_link import OfferApplied, RunAdvanced, SnapshotReady
+from tests.kit.fake_daemon import PATIENCE_S, Done, FakeDaemon
 from tests.kit.shard_layouts import cut
-from tests.kit.shard_ranks import Ranks, digest, states
+from tests.kit.shard_ranks import Groups, Ranks, digest, run_program, states
 
 pytestmark = pytest.mark.e2e
 
-ROUNDS = 20
+ROUNDS = 8
+"""In each half a round of each fragment; in the first one of each fragment with the learner, and one without it."""
 LAYOUTS = {
     2: ["ddp", "fsdp", "tp", "offload", "fsdp-masters", "pipeline", "experts"],
     3: ["fsdp"],  # shards of 14, 14 and 14 rows, of 4, 4 and 3, and of 1, 1 and 1
@@ -51,15 +56,53 @@ SOME_RETURNS = [(2, "fsdp"), (4, "fsdp-tp"), (1, "whole"), (2, "pipeline"), (4, 
 """One layout of each kind. Devices in software have more (tests/learner/layouts/test_device.py)."""
 
 
+LOOP = """
+import hashlib, json, os, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+import diloco_node
+os.environ["DILOCO_SOCKET"], os.environ["DILOCO_SUPERVISOR"] = sys.argv[3:]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(7 + rank)                      # different parameters before attach
+model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)).to(getattr(torch, sys.argv[1]))
+if sys.argv[2] == "odd":
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+def digest():
+    data = b"".join(p.detach().float().numpy().tobytes() for p in model.parameters())
+    return hashlib.sha256(data).hexdigest()
+seen, run = [], []
+with diloco_node.attach(model, optimizer) as diloco:
+    seen.append(digest())
+    while not diloco.should_stop:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.01)
+        optimizer.step()
+        diloco.step(tokens=3 + rank)
+        seen.append(digest())
+        run.append((diloco.global_step, diloco.progress))
+        time.sleep(0.001)
+    print(json.dumps({"rank": rank, "seen": seen, "run": run, "steps": diloco.steps, "tokens": diloco.tokens,
+                      "region": diloco.region, "regions": diloco.regions, "index": diloco.region_index}), flush=True)
+dist.destroy_process_group()
+"""
+"""A training script of a rank."""
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def whole(tmp_path_factory: pytest.TempPathFactory, groups: Groups) -> dict[str, Any]:
     """What one rank comes to."""
-    return states(1, ["whole", "whole-masters"], tmp_path_factory.mktemp("whole"), rounds=ROUNDS)
+    folder = tmp_path_factory.mktemp("whole")
+    return states(1, ["whole", "whole-masters"], folder, rounds=ROUNDS, groups=groups)
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
-def test_every_layout_comes_to_the_bits_of_one_rank(ranks: int, whole: dict[str, Any], tmp_path: Path) -> None:
-    found = states(ranks, LAYOUTS[ranks], tmp_path, rounds=ROUNDS)
+def test_every_layout_comes_to_the_bits_of_one_rank(
+    ranks: int, whole: dict[str, Any], groups: Groups, tmp_path: Path
+) -> None:
+    found = states(ranks, LAYOUTS[ranks], tmp_path, rounds=ROUNDS, groups=groups)
     for layout in LAYOUTS[ranks]:
         expected = whole["whole-masters" if layout.endswith("masters") else "whole"]
         # What is frozen on another stage is not in a stage's state.
@@ -83,13 +126,13 @@ def test_every_layout_comes_to_the_bits_of_one_rank(ranks: int, whole: dict[str,
 
 @pytest.mark.parametrize("returns", [SOME_RETURNS, pytest.param(RETURNS, marks=pytest.mark.long)], ids=["some", "all"])
 def test_a_region_goes_on_with_its_moments_restarted_as_it_was_or_with_other_ranks(
-    returns: list[tuple[int, str]], tmp_path: Path
+    returns: list[tuple[int, str]], groups: Groups, tmp_path: Path
 ) -> None:
     kept: dict[str, str] = {}
     places: list[dict[str, Any]] = []
     theta, versions, global_step = None, None, 0
     with MemoryStore(tmp_path / "memory.sock"), ExitStack() as stack:
-        regions = {count: stack.enter_context(Ranks(count)) for count in sorted({count for count, _ in returns})}
+        regions = {count: stack.enter_context(groups.take(count)) for count in sorted({count for count, _ in returns})}
         for at, (count, layout) in enumerate(returns):
             ranks = regions[count]
             for life in ("comes", "restarts"):
@@ -113,11 +156,11 @@ def test_a_region_goes_on_with_its_moments_restarted_as_it_was_or_with_other_ran
         assert {name.split()[0] for name in kept} >= {"embed_tokens.weight", "experts.weight"}
 
 
-def test_a_checkpoint_that_lacks_a_rank_is_none(tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_a_rank_is_none(groups: Groups, tmp_path: Path) -> None:
     theta, versions = None, None
     first: dict[str, str] = {}
     folder = tmp_path / "learner" / "checkpoints"
-    with MemoryStore(tmp_path / "memory.sock"), Ranks(2) as ranks:
+    with MemoryStore(tmp_path / "memory.sock"), groups.take(2) as ranks:
         for at in range(2):
             with FakeDaemon(tmp_path, theta=theta, versions=versions) as daemon:
                 ranks.attach("fsdp", tmp_path, optimizer=True)
@@ -137,8 +180,8 @@ def test_a_checkpoint_that_lacks_a_rank_is_none(tmp_path: Path) -> None:
             newest.write_bytes(newest.read_bytes()[:-1])
 
 
-def test_a_version_is_applied_nowhere_before_every_rank_has_its_part(tmp_path: Path) -> None:
-    with Ranks(2) as ranks, MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path) as daemon:
+def test_a_version_is_applied_nowhere_before_every_rank_has_its_part(groups: Groups, tmp_path: Path) -> None:
+    with groups.take(2) as ranks, MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path) as daemon:
         ranks.attach("fsdp", tmp_path)
         ranks.ask(do="step", count=1)
         ranks.ask_one(1, do="hold")
@@ -186,8 +229,8 @@ def test_a_region_of_which_another_rank_was_asked_to_stop_is_not_done(tmp_path: 
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "fsdp-masters"])
-def test_after_the_end_every_rank_holds_the_final_parameters(layout: str, tmp_path: Path) -> None:
-    with MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path) as daemon, Ranks(2) as ranks:
+def test_after_the_end_every_rank_holds_the_final_parameters(layout: str, groups: Groups, tmp_path: Path) -> None:
+    with MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path) as daemon, groups.take(2) as ranks:
         ranks.attach(layout, tmp_path, optimizer=layout != "fsdp-masters")
         ranks.merged(daemon, 2, applied=2)
         daemon.stop_learner(versions=tuple(daemon.versions))
@@ -212,8 +255,10 @@ def test_after_the_end_every_rank_holds_the_final_parameters(layout: str, tmp_pa
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
-def test_a_sharded_second_model_is_filled_with_the_global_parameters(layout: str, tmp_path: Path) -> None:
-    with MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path) as daemon, Ranks(2) as ranks:
+def test_a_sharded_second_model_is_filled_with_the_global_parameters(
+    layout: str, groups: Groups, tmp_path: Path
+) -> None:
+    with MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path) as daemon, groups.take(2) as ranks:
         ranks.attach(layout, tmp_path, optimizer=True)
         ranks.merged(daemon, 2, applied=2)
         ranks.ask(do="step", count=2)  # of its own, after the last merge
@@ -260,8 +305,8 @@ def test_what_all_ranks_have_to_call_is_not_waited_for_without_end(call: str, na
         assert "Ranks 1 failed" in error, "which one is missing"
 
 
-def test_a_daemon_that_comes_back_while_ranks_wait_for_one_another_is_answered(tmp_path: Path) -> None:
-    with Ranks(2) as ranks, MemoryStore(tmp_path / "memory.sock"):
+def test_a_daemon_that_comes_back_while_ranks_wait_for_one_another_is_answered(groups: Groups, tmp_path: Path) -> None:
+    with groups.take(2) as ranks, MemoryStore(tmp_path / "memory.sock"):
         with FakeDaemon(tmp_path) as daemon:
             ranks.attach("ddp", tmp_path)
             ranks.ask(do="step", count=2)
@@ -273,3 +318,41 @@ def test_a_daemon_that_comes_back_while_ranks_wait_for_one_another_is_answered(t
             ranks.answers()
             assert ranks.merged(daemon, 2) == 2, "and what it asks for is done"
             ranks.ask(do="close")
+
+
+@pytest.mark.parametrize(("dtype", "defaults"), [("bfloat16", ""), ("float32", "odd")])
+def test_two_ranks_stay_equal_through_merges(tmp_path: Path, dtype: str, defaults: str) -> None:
+    place = f"{tmp_path}/learner.sock", f"{tmp_path}/memory.sock"
+    with (
+        MemoryStore(tmp_path / "memory.sock"),
+        FakeDaemon(tmp_path, codec=Codec.FP32) as daemon,
+        Ranks(2, run_program, LOOP, dtype, defaults, *place) as ranks,
+    ):
+        daemon.wait_for(OfferApplied, 2)
+        for version in range(1, 4):
+            daemon.send(RunAdvanced(1000 * version, version / 4))
+            daemon.want(0)
+            ready = daemon.wait_for(SnapshotReady, version)
+            merged = daemon.theta[0] - daemon.decoded(0) + 0.5
+            daemon.commit(0, merged, ready.contribution.snapshot if version != 2 else -1)
+            daemon.wait_for(OfferApplied, 2 + version)
+        time.sleep(0.05)
+        daemon.stop_learner()
+        answers = [json.loads(answer) for answer in ranks.answers()]
+        done = daemon.wait_for(Done)
+        for process in ranks.processes:
+            process.join(PATIENCE_S)
+            assert process.exitcode == 0
+    first, second = sorted(answers, key=lambda answer: answer["rank"])
+    assert first["seen"] == second["seen"]
+    assert len(set(first["seen"])) > 4
+    assert first["run"] == second["run"], "one learning rate on all ranks"
+    assert {0.25, 0.5, 0.75} <= {part for _, part in first["run"]}
+    assert first["run"][-1][0] >= 3000
+    for answer in (first, second):
+        assert answer["steps"] == done.step
+        assert answer["tokens"] == 7 * answer["steps"]  # 3 and 4 of the two ranks
+        assert (answer["region"], answer["regions"], answer["index"]) == ("us-east", 3, 1)
+    assert done.tokens == 7 * done.step
+    assert read_trained(tmp_path)[0].tokens == done.tokens
+    assert len(daemon.attaches) == 1

@@ -1,13 +1,13 @@
+"""None"""
+
 import dataclasses
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -17,61 +17,11 @@ from diloco_node.errors import StorageError
 from diloco_node.shared_memory import request_area
 from diloco_node.state_names import LEDGER_NAME
 from diloco_node.supervisor import child
-from diloco_node.supervisor import learner_watch as watch
 from diloco_node.supervisor.preload import LEARNER_NICENESS, LOWEST_NICENESS
-from diloco_node.supervisor.process_file import read_process, write_process
-from diloco_node.supervisor.supervisor import DISK_CODE, logfmt, run_supervisor
+from diloco_node.supervisor.process_file import write_process
+from diloco_node.supervisor.supervisor import DISK_CODE, run_supervisor
 from diloco_node.supervisor.supervisor_spec import SupervisorSpec
-
-PATIENCE_S = 180.0
-
-
-def python(code: str) -> list[str]:
-    return [sys.executable, "-c", textwrap.dedent(code)]
-
-
-# Waits in the style of a real child: until a signal says otherwise.
-WAIT = "import signal\nsignal.sigwait([signal.SIGTERM])"
-
-
-def spec(state_dir: Path, daemon: str, learner: str | None) -> SupervisorSpec:
-    return SupervisorSpec(
-        region="us-east",
-        state_dir=state_dir,
-        daemon_command=python(daemon),
-        learner_command=None if learner is None else python(learner),
-        env={"PLACE": str(state_dir)},
-        backoff_min_s=0.01,
-        backoff_max_s=0.05,
-        daemon_first_s=0.0,
-        is_echoing=False,
-    )
-
-
-def lives(state_dir: Path, name: str) -> list[int]:
-    """Process ids of a child's lives, as the children noted them."""
-    path = state_dir / f"{name}.pids"
-    return [int(line) for line in path.read_text().split()] if path.exists() else []
-
-
-NOTE = """
-import os, pathlib, sys
-place = pathlib.Path(os.environ["PLACE"])
-def note(name):
-    with (place / f"{name}.pids").open("a") as file:
-        file.write(f"{os.getpid()}\\n")
-    return len((place / f"{name}.pids").read_text().split())
-def wait_for(name, count):
-    import time
-    path = place / f"{name}.pids"
-    while not path.exists() or len(path.read_text().split()) < count:
-        time.sleep(0.01)
-def wait_until(state):
-    import json, time
-    path = place / "learner.json"
-    while not path.exists() or json.loads(path.read_text())["state"] != state:
-        time.sleep(0.01)
-"""
+from tests.kit.supervisor_kit import MAIN, NOTE, PATIENCE_S, WAIT, is_gone, lives, python, spec
 
 
 def test_daemon_that_finishes_ends_the_region_with_zero(tmp_path: Path) -> None:
@@ -178,32 +128,6 @@ def test_ranks_that_a_dead_launcher_left_behind_are_killed(tmp_path: Path, has_s
     daemon = NOTE + "wait_for('learner', 2)"
     assert run_supervisor(spec(tmp_path, daemon, learner)) == 0
     assert is_gone(int((tmp_path / "rank.pid").read_text()))
-
-
-def is_gone(pid: int) -> bool:
-    """Dead, or a zombie that nobody of ours has to reap; waits for it."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline_s:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state in "ZX":
-            return True
-        time.sleep(0.01)
-    return False
-
-
-MAIN = """
-import pathlib, sys
-from diloco_node.supervisor.supervisor import run_supervisor
-from diloco_node.supervisor.supervisor_spec import SupervisorSpec
-place = pathlib.Path(sys.argv[1])
-sys.exit(run_supervisor(SupervisorSpec(
-    region="us-east", state_dir=place, env={"PLACE": str(place)}, is_echoing=False,
-    stop_s=float(sys.argv[4]), daemon_first_s=0.0,
-    daemon_command=[sys.executable, "-c", sys.argv[2]], learner_command=[sys.executable, "-c", sys.argv[3]])))
-"""
 
 
 def start(tmp_path: Path, daemon: str, learner: str, stop_s: float = 30.0) -> subprocess.Popen[bytes]:
@@ -318,6 +242,8 @@ def test_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 RANK = "Traceback (most recent call last):\n[rank0]: ValueError: no such expert\n"
+
+
 LAUNCHER = "\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n====\ntrain.py FAILED\n====\n"
 
 
@@ -385,226 +311,3 @@ def test_a_log_that_can_not_be_rotated_goes_on_in_the_old_file(tmp_path: Path, m
     log.close()
     assert (tmp_path / "daemon.log").read_bytes() == b"new"
     assert (tmp_path / "daemon.log.1").read_bytes() == b"123456-still-there"
-
-
-# A learner that counts its steps where the supervisor looks, as many as it is told, and then does as it is told.
-STEPS = """
-import time
-from diloco_node.shared_memory import request_area
-from diloco_node.storage import ledger_files
-area = request_area(pathlib.Path(os.environ["DILOCO_SUPERVISOR"]), "counters", 384)
-def step(count):
-    for number in range(count):
-        area[0] = (area[0] + 1) % 256
-        time.sleep(0.02)
-"""
-
-
-def word(state_dir: Path) -> dict[str, object]:
-    return read_process(state_dir)
-
-
-def test_a_learner_that_hangs_shows_where_is_killed_and_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It holds Python's lock: no thread of it could say anything. It gets longer to write its stacks than in a
-    run: this machine may have other things to do."""
-    monkeypatch.setattr(watch, "ABORT_S", 60.0)
-    daemon = NOTE + "wait_for('learner', 2)"
-    hold = "import ctypes\nctypes.PyDLL(None).sleep(1000)"
-    learner = (
-        NOTE + STEPS + f"life = note('learner')\nstep(20)\nif life == 1:\n    {hold.replace(chr(10), chr(10) + '    ')}"
-    )
-    hangs = dataclasses.replace(spec(tmp_path, daemon, learner), hang_s=0.5)
-    assert run_supervisor(hangs) == 0
-    assert len(lives(tmp_path, "learner")) == 2
-    assert "learner hung: no step for" in (tmp_path / "logs" / "supervisor.log").read_text()
-    assert "Fatal Python error: Aborted" in (tmp_path / "logs" / "learner.log").read_text()
-    assert word(tmp_path)["hangs"] == 1
-
-
-def test_a_hung_learner_that_ignores_everything_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "ABORT_S", 0.2)
-    daemon = NOTE + "wait_for('learner', 2)"
-    learner = (
-        NOTE
-        + STEPS
-        + (
-            "life = note('learner')\n"
-            "signal = __import__('signal')\n"
-            "__import__('faulthandler').disable()\n"
-            "signal.signal(signal.SIGABRT, signal.SIG_IGN)\n"
-            "step(20)\n"
-            "if life == 1: time.sleep(1000)\n"
-        )
-    )
-    assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, learner), hang_s=0.5)) == 0
-    assert len(lives(tmp_path, "learner")) == 2
-
-
-def test_a_crash_loop_stops_the_learner_and_not_its_daemon_until_it_is_asked_for(tmp_path: Path) -> None:
-    """The daemon of this test sends the signal as the real one does, when it sees that the learner is stopped."""
-    daemon = NOTE + (
-        "import signal\n"
-        "note('daemon')\n"
-        "wait_until('stopped')\n"
-        f"wait_for('learner', {watch.CRASHES_MAX})\n"
-        "os.kill(os.getppid(), signal.SIGUSR1)\n"
-        f"wait_for('learner', {watch.CRASHES_MAX + 1})\n"
-        "wait_until('done')\n"
-    )
-    learner = NOTE + f"sys.exit(1 if note('learner') <= {watch.CRASHES_MAX} else 0)"
-    assert run_supervisor(spec(tmp_path, daemon, learner)) == 0
-    assert len(lives(tmp_path, "learner")) == watch.CRASHES_MAX + 1
-    assert len(lives(tmp_path, "daemon")) == 1
-    said = (tmp_path / "logs" / "supervisor.log").read_text()
-    assert f"crashed {watch.CRASHES_MAX} times in 1 min, the last time: exit code 1 after" in said
-    assert "SIGUSR1: the learner is started again" in said
-
-
-def test_a_learner_whose_script_left_early_comes_back_when_it_is_asked_for(tmp_path: Path) -> None:
-    daemon = NOTE + (
-        "import signal\n"
-        "note('daemon')\n"
-        "wait_until('done')\n"
-        "os.kill(os.getppid(), signal.SIGUSR1)\n"
-        "wait_for('learner', 2)\n"
-    )
-    assert run_supervisor(spec(tmp_path, daemon, NOTE + "note('learner')")) == 0
-    assert (len(lives(tmp_path, "learner")), len(lives(tmp_path, "daemon"))) == (2, 1)
-
-
-def test_sigusr1_changes_nothing_while_the_learner_runs(tmp_path: Path) -> None:
-    daemon = NOTE + (
-        "import signal, time\nwait_for('learner', 1)\nos.kill(os.getppid(), signal.SIGUSR1)\n"
-        "log = place / 'logs' / 'supervisor.log'\n"
-        "while 'no learner to be started' not in log.read_text(): time.sleep(0.01)\n"
-    )
-    waits = dataclasses.replace(spec(tmp_path, daemon, NOTE + "note('learner')\n" + WAIT), finish_s=0.0)
-    assert run_supervisor(waits) == 0
-    assert len(lives(tmp_path, "learner")) == 1
-
-
-def test_starts_are_the_backoff_apart_and_a_good_life_resets_it(tmp_path: Path) -> None:
-    one = child.Child(
-        "learner",
-        ["true"],
-        signal.SIGTERM,
-        dataclasses.replace(spec(tmp_path, WAIT, WAIT), backoff_min_s=1, backoff_max_s=5),
-    )
-    assert [one.schedule_restart(0.0) for _ in range(4)] == [1, 2, 4, 5]
-    assert one.schedule_restart(3.0) == 2
-    assert one.schedule_restart(7.0) == 0
-    assert one.schedule_restart(0.25, ran_well=True) == 0.75
-    assert one.schedule_restart(0.0) == 2
-    one.log.close()
-
-
-def test_a_learner_that_was_killed_after_steps_ran_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-    schedule_restart = child.Child.schedule_restart
-
-    def noted(one: child.Child, lived_s: float, *, ran_well: bool = False) -> float:
-        seen.append(ran_well)
-        return schedule_restart(one, lived_s, ran_well=ran_well)
-
-    monkeypatch.setattr(child.Child, "schedule_restart", noted)
-    learner = NOTE + (
-        "from diloco_node.shared_memory import request_area\n"
-        "area = request_area(pathlib.Path(os.environ['DILOCO_SUPERVISOR']), 'counters', 64)\n"
-        "life = note('learner')\n"
-        "if life in (2, 3): area[0] = life\n"
-        "if life <= 2: os.kill(os.getpid(), 9)\n"
-        "sys.exit(1 if life == 3 else 0)\n"
-    )
-    assert run_supervisor(spec(tmp_path, NOTE + "wait_for('learner', 4)", learner)) == 0
-    # Killed before a step, killed after one, ended by itself after one, done.
-    assert seen == [False, True, False]
-
-
-def test_what_the_daemon_says_to_people_is_shown_and_its_log_only_when_asked_for(tmp_path: Path) -> None:
-    # Whole lines in one write, as the daemon does: `print` writes the end of a line apart.
-    daemon = python("import os; os.write(1, b'for people\\n'); os.write(2, b'a fact\\n')")
-    learner = python("import os; os.write(1, b'steps\\n')")
-    for is_verbose, shown in ((False, {"for people", "steps"}), (True, {"for people", "steps", "a fact"})):
-        place = tmp_path / str(is_verbose)
-        program = (
-            "import sys\nfrom pathlib import Path\n"
-            "from diloco_node.supervisor.supervisor import SupervisorSpec, run_supervisor\n"
-            f"spec = SupervisorSpec('us', Path({str(place)!r}), {daemon}, {learner}, is_verbose={is_verbose}, "
-            "log_format='json', daemon_first_s=0.0)\n"
-            "sys.exit(run_supervisor(spec))\n"
-        )
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
-        lines = done.stderr.splitlines()
-        assert {line for line in lines if "us: " not in line} == shown
-        assert any(line.endswith("Z us: daemon started, start=1") for line in lines)
-        assert (place / "logs" / "daemon.log").read_text() == "a fact\n"
-        said = [json.loads(line) for line in (place / "logs" / "supervisor.log").read_text().splitlines()]
-        assert "daemon started, start=1" in [fact["event"] for fact in said]
-
-
-def test_the_supervisor_s_log_is_key_value_whatever_stands_in_it() -> None:
-    fact = {"level": "info", "event": 'say "x"\nand a=b', "region": "us"}
-    assert logfmt(fact) == r'level=info event="say \"x\"\nand a=b" region=us'
-
-
-def test_the_service_manager_is_told_when_the_region_is_up_lives_and_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(PATIENCE_S)
-        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-        monkeypatch.setenv("WATCHDOG_USEC", "20000")
-        state = tmp_path / "us"
-        state.mkdir()
-        (state / "admin.port").write_text("of a daemon that was killed")
-        daemon = (
-            "import os, time, pathlib\nplace = pathlib.Path(os.environ['PLACE'])\n"
-            "assert not (place / 'admin.port').exists()\nassert 'NOTIFY_SOCKET' not in os.environ\n"
-            "time.sleep(0.1)\n(place / 'admin.port').write_text('7401')\n"
-            "while not (place / 'go').exists(): time.sleep(0.01)\n"
-        )
-        thread = threading.Thread(target=lambda: (heard_ready.wait(PATIENCE_S), (state / "go").touch()))
-        heard_ready = threading.Event()
-        told: list[str] = []
-
-        def listen() -> None:
-            while "STOPPING=1" not in told:
-                told.append(manager.recv(4096).decode())
-                if "READY=1" in told and told.count("WATCHDOG=1") >= 3:
-                    heard_ready.set()
-
-        listener = threading.Thread(target=listen)
-        thread.start()
-        listener.start()
-        assert run_supervisor(spec(state, daemon, None)) == 0
-        listener.join(PATIENCE_S)
-        thread.join(PATIENCE_S)
-    assert told.index("STATUS=daemon started, start=1") < told.index("READY=1") < told.index("STOPPING=1")
-    assert told.count("READY=1") == 1
-
-
-def test_a_signal_to_all_that_a_learner_is_reaches_each_process_once(tmp_path: Path) -> None:
-    """Python writes its stacks at SIGABRT, and a second one ends it meanwhile. Real-time signals are counted."""
-    count = """
-    import signal
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN])
-    print("ready", flush=True)
-    signal.sigwait([signal.SIGRTMIN])
-    again = signal.sigtimedwait([signal.SIGRTMIN], 0.3)
-    print("once" if again is None else "twice", flush=True)
-    """
-    ended = threading.Event()
-    one = child.Child("learner", python(count), signal.SIGKILL, spec(tmp_path, "", None))
-    one.start({**os.environ, "DILOCO_SUPERVISOR": str(tmp_path)}, lambda _: ended.set())
-    log = tmp_path / "logs" / "learner.log"
-    until_s = time.monotonic() + PATIENCE_S
-    while "ready" not in log.read_text() and time.monotonic() < until_s:
-        time.sleep(0.01)
-    one.kill(signal.SIGRTMIN)
-    assert ended.wait(PATIENCE_S)
-    one.ended()
-    one.log.close()
-    assert log.read_text().split() == ["ready", "once"]

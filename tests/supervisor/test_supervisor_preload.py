@@ -20,7 +20,7 @@ from diloco_node.supervisor.child import Child
 from diloco_node.supervisor.preload import ForkServer
 from diloco_node.supervisor.supervisor import run_supervisor
 from diloco_node.supervisor.supervisor_spec import SupervisorSpec
-from tests.supervisor.test_supervisor import MAIN, NOTE, PATIENCE_S, is_gone, lives, python
+from tests.kit.supervisor_kit import MAIN, NOTE, PATIENCE_S, is_gone, lives, python
 
 
 def spec(state_dir: Path, daemon: str, learner: str, *, preload: tuple[str, ...] = ("json",)) -> SupervisorSpec:

@@ -14,6 +14,8 @@ from tests.core.test_lies import is_liar
 from tests.kit.ledger_kit import disk_of
 from tests.kit.small_world import Small
 
+pytestmark = pytest.mark.world
+
 NAMES = ("a", "b", "c", "d", "e")
 
 

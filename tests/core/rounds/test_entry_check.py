@@ -1,30 +1,21 @@
 """core/rounds/entry_check.py: every rule an entry must keep, and that the check can go back and forth with the log."""
 
-import random
-import struct
 from dataclasses import replace
 
 import pytest
 
 from diloco_node.core.bounds import REVOKED
-from diloco_node.core.ledger.account import INCARNATIONS_KEPT
-from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.entries import ZERO_HASH
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.summary import encode_summary
 from diloco_node.core.member_kind import MembershipBody
-from diloco_node.core.merge.numbers import MergeNumbers, merge_numbers
-from diloco_node.core.merge.outer import outer_rates
-from diloco_node.core.merge.outliers import ROUNDS_KEPT, RecentRounds
-from diloco_node.core.merge.weights import to_float32
 from diloco_node.core.rounds.claim_limits import INCARNATIONS_AHEAD_MAX
 from diloco_node.core.rounds.entry_check import EntryCheck
-from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import (
     EVICTED,
     EXPELLED,
     Ballot,
-    Contribution,
     DiscardedBody,
     DiskNamedBody,
     Entry,
@@ -34,53 +25,14 @@ from diloco_node.core.types import (
     GenesisBody,
     LeaderBody,
     LedgerBase,
-    Member,
     RevokedBody,
-    RoundBody,
-    SnapshotBody,
     Stripe,
-    SummaryBody,
 )
 from diloco_node.lab.sim.planting import authority, signed
-from tests.kit.rounds_kit import GENESIS, MANIFEST, REGIONS, SETTINGS, Ledger, committed_round, contribution, history_of
+from tests.kit.entry_check_kit import BLOCKS, DISCARD, FIRST, RUN, a_round, check_after, fault_of, new_check
+from tests.kit.rounds_kit import GENESIS, MANIFEST, REGIONS, SETTINGS, Ledger, history_of
 
-RUN = ("run", "settings", MANIFEST.digest, REGIONS)
-BLOCKS = [sum(-(-size // 256) for size in fragment.piece_sizes) for fragment in MANIFEST.fragments]
-
-
-def whole(body: RoundBody) -> RoundBody:
-    return replace(body, stripes=(Stripe("a", 0, 1), Stripe("b", 1, BLOCKS[body.fragment])))
-
-
-def a_round(*learners: str, fragment: int = 0, version: int = 1, **fields: object) -> RoundBody:
-    members = [contribution(name, fragment, **fields) for name in learners or ("a", "b")]  # type: ignore[arg-type]
-    return whole(committed_round(fragment, version, members, ballot=Ballot(1, version)))
-
-
-SUM_EVERY = 4
-
-
-def new_check() -> EntryCheck:
-    return EntryCheck(RUN, MANIFEST, replace(SETTINGS, summary_entries=SUM_EVERY))
-
-
-def check_after(*bodies: EntryBody) -> tuple[EntryCheck, Ledger]:
-    check, ledger = new_check(), Ledger()
-    for body in bodies:
-        entry = ledger.add(body)
-        assert check.fault(entry) == ""
-        check.take(entry)
-    return check, ledger
-
-
-def fault_of(body: EntryBody, *before: EntryBody) -> str:
-    check, ledger = check_after(*before)
-    return check.fault(ledger.add(body))
-
-
-FIRST = a_round()
 SECOND = a_round("a", version=2, base=1, steps=(10, 20), snapshot=2)
-DISCARD = DiscardedBody("b", 1, 0, 10, 15, 64, "died")
 
 
 def test_an_honest_ledger_is_accepted_whole() -> None:
@@ -240,6 +192,8 @@ def base_of(*bodies: EntryBody, **changes: object) -> LedgerBase:
 
 
 FOUNDERS = Roster.of_voters(REGIONS)
+
+
 TWO = FOUNDERS.changed(MembershipBody("b", "contributor"))
 
 
@@ -372,106 +326,6 @@ def test_a_body_without_a_rule_is_refused() -> None:
     assert "int is not known here" in check.fault(Entry(2, 1, ZERO_HASH, 5, ZERO_HASH))  # type: ignore[arg-type]
 
 
-LIVES = INCARNATIONS_KEPT + 3
-
-
-def candidates(rng: random.Random, check: EntryCheck) -> list[EntryBody]:
-    """Bodies of which some can follow, whatever came before."""
-    steps = sorted({0, 10, 20, 30})
-    result: list[EntryBody] = [LeaderBody("a"), GENESIS, FinishedBody((1, 0), "x")]
-    for _ in range(12):
-        step_from, step_to = sorted(rng.sample(steps, 2))
-        name, fragment, version = rng.choice(REGIONS), rng.randrange(2), rng.randint(1, 3)
-        base, life = rng.randrange(version), rng.randint(1, LIVES)
-        result.append(
-            a_round(name, fragment=fragment, version=version, base=base, incarnation=life, steps=(step_from, step_to))
-        )
-        result.append(DiscardedBody(name, life, fragment, step_from, step_to, 5, "x"))
-    return result
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_after_going_back_it_answers_as_one_that_never_went_there(seed: int) -> None:
-    rng = random.Random(seed)
-    taken: list[Entry] = []
-    check, settled = new_check(), 0
-    for _ in range(60):
-        if taken[settled:] and rng.random() < 0.3:
-            keep = rng.randint(settled, len(taken))
-            del taken[keep:]
-            check.back_to(keep)
-        if rng.random() < 0.2:
-            settled = rng.randint(settled, len(taken))
-            check.settle(settled)
-        fresh = new_check()
-        for entry in taken:
-            fresh.take(entry)
-        for body in candidates(rng, check):
-            entry = seal(len(taken) + 1, 1, taken[-1].hash if taken else ZERO_HASH, body)
-            fault = check.fault(entry)
-            assert fault == fresh.fault(entry), f"seed {seed}"
-            if not fault:
-                check.take(entry)
-                taken.append(entry)
-                break
-    assert check.index == len(taken) > 5
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_behind_any_base_the_answers_are_those_of_a_whole_ledger(seed: int) -> None:
-    """Regions compact at different times: what one accepts that has all entries, all accept, and nothing else."""
-    rng = random.Random(seed)
-    whole_check, ledger = check_after(GENESIS)
-    history = RoundHistory(2)
-    history.apply(ledger.entries[0], now_ns=0)
-    behind: dict[int, EntryCheck] = {}
-    refused = 0
-    for _ in range(120):
-        index = whole_check.index
-        if index % SUM_EVERY == 0 and index not in behind:
-            last, summary = ledger.entries[-1], history.sum_up()
-            behind[index] = new_check()
-            behind[index].begin(LedgerBase(index, last.term, last.hash, encode_summary(summary)))
-        result = [*candidates(rng, whole_check), *sums(rng, index)]
-        rng.shuffle(result)
-        for body in result:
-            entry = seal(index + 1, 1, ledger.entries[-1].hash, body)
-            fault = whole_check.fault(entry)
-            # Which sum was named last before it, a base does not say: it accepts one more.
-            answers = {at: "" if isinstance(body, SummaryBody) else check.fault(entry) for at, check in behind.items()}
-            expected = "" if isinstance(body, SummaryBody) else fault
-            assert answers == dict.fromkeys(behind, expected), f"seed {seed}"
-            if fault:
-                refused += 1
-                continue
-            if isinstance(body, SummaryBody):
-                assert {check.fault(entry) for check in behind.values()} <= {""}
-            ledger.entries.append(entry)
-            history.apply(entry, now_ns=0)
-            for check in (whole_check, *behind.values()):
-                check.take(entry)
-            break
-    assert len(behind) > 5
-    assert refused > 20
-    assert any(history.account.is_closed(name, 1) for name in REGIONS), "no sum closed anything"
-
-
-def test_an_incarnation_that_a_sum_has_closed_is_booked_no_more_by_anybody() -> None:
-    lives = [DiscardedBody("b", life, 0, 0, 10, 64, "died") for life in range(1, LIVES)]
-    late = DiscardedBody("b", 1, 0, 10, 15, 64, "died")
-    fillers = [LeaderBody("a")] * (-(1 + len(lives)) % SUM_EVERY)
-    assert "incarnation 1 of b is closed" in fault_of(late, GENESIS, *lives, *fillers)
-    check, _ = check_after(GENESIS, *lives, *fillers)
-    check.back_to(1 + len(lives[:-1]))
-    assert "is closed" not in check.fault(seal(check.index + 1, 1, ZERO_HASH, late)), "the sum was truncated"
-
-
-def sums(rng: random.Random, index: int) -> list[EntryBody]:
-    """Snapshots, and sums up to entries of before."""
-    made = [SnapshotBody(rng.randrange(2), rng.randint(1, 3), bytes(32)) for _ in range(2)]
-    return [*made, *(SummaryBody(rng.randint(1, index), bytes(32)) for _ in range(2))]
-
-
 def test_the_genesis_of_the_tests_is_of_the_run() -> None:
     assert isinstance(GENESIS, GenesisBody)
     assert (GENESIS.run_id, GENESIS.settings_digest, GENESIS.manifest_digest, GENESIS.regions) == RUN
@@ -481,206 +335,6 @@ def test_a_folder_is_taken_away_once_and_then_named_once() -> None:
     away = DiskNamedBody("b", b"")
     assert "b's folder is none, named is none" in fault_of(away, GENESIS, away)
     assert fault_of(DiskNamedBody("b", b"x" * 16), GENESIS, away) == ""
-
-
-RDA = 1
-"""The fragment whose factors depend on the sum."""
-
-THREE = tuple(
-    replace(contribution(name, RDA, steps=(0, steps), norm=norm), tokens=tokens)
-    for name, steps, tokens, norm in (("a", 10, 640, 4.0), ("b", 12, 3000, 5.0), ("c", 7, 450, 3.0))
-)
-
-
-def numbers_of(
-    members: tuple[Contribution, ...], *before: EntryBody, version: int = 1, is_last: bool = False
-) -> MergeNumbers:
-    """What a leader works out after these entries."""
-    history = history_of(*before)
-    return merge_numbers(
-        MANIFEST.fragments[RDA],
-        SETTINGS,
-        members,
-        carried_since=[history.account.carried_since(member) for member in members],
-        recent=history.recent[RDA],
-        version=version,
-        is_last=is_last,
-    )
-
-
-def honest(
-    members: tuple[Contribution, ...] = THREE,
-    *before: EntryBody,
-    version: int = 1,
-    is_last: bool = False,
-    part: float = 0.5,
-) -> RoundBody:
-    """The entry that an honest leader makes of a sum which is so long, as a part of the longest that it can be."""
-    numbers = numbers_of(members, *before, version=version, is_last=is_last)
-    norms = tuple((part * radius) ** 2 for radius in numbers.radii())
-    entry_members = tuple(map(Member, members, numbers.weights))
-    body = replace(
-        a_round("a", fragment=RDA, version=version), members=entry_members, share=numbers.share, is_last=is_last
-    )
-    lr, mu = outer_rates(SETTINGS, is_last=is_last)
-    return replace(body, squared_norms=norms, factors=numbers.factors(norms), outer_lr=lr, outer_momentum=mu)
-
-
-def doubt_of(body: EntryBody, *before: EntryBody) -> str:
-    check, ledger = check_after(*before)
-    entry = ledger.add(body)
-    assert check.fault(entry) == "", "nothing but its numbers is wrong"
-    return check.doubt(entry)
-
-
-AFTER = honest((replace(THREE[1], step_from=12, step_to=20, base_version=1, snapshot=2),), GENESIS, honest(), version=2)
-"""Of b alone."""
-
-BACK = (
-    replace(THREE[0], step_from=10, step_to=30, base_version=2, snapshot=2),
-    replace(THREE[1], step_from=20, step_to=30, base_version=2, snapshot=3),
-)
-"""a comes back after a version without it: it weighs more, and the share is below one."""
-
-
-def test_a_round_has_the_rates_of_the_settings_at_its_entry() -> None:
-    settings = replace(SettingsBody.of(SETTINGS), outer_lr=0.25)
-    words = "its outer step has the rates 0.5 and 0.6, the settings say (0.25, 0.6)"
-    assert doubt_of(honest(), GENESIS, settings) == words
-    assert doubt_of(replace(honest(), outer_lr=0.25), GENESIS, settings) == ""
-    assert doubt_of(honest(), GENESIS, settings, SettingsBody.of(SETTINGS)) == ""
-    assert doubt_of(honest(), replace(GENESIS, settings=(settings,))) == words
-
-
-def test_settings_that_change_nothing_or_come_after_the_end_are_refused() -> None:
-    settings = replace(SettingsBody.of(SETTINGS), sync_every=99)
-    assert fault_of(settings, GENESIS) == ""
-    assert fault_of(settings, GENESIS, settings) == "settings that change nothing"
-    assert fault_of(settings) == "a SettingsBody before genesis"
-    assert fault_of(settings, GENESIS, FinishedBody((0, 0), "x")) == "settings after the end"
-
-
-@pytest.mark.parametrize("is_last", [False, True])
-def test_an_honest_leaders_numbers_are_not_doubted(is_last: bool) -> None:
-    assert doubt_of(honest(is_last=is_last), GENESIS) == ""
-    third = honest(BACK, GENESIS, honest(), AFTER, version=3, is_last=is_last)
-    assert third.share == 1.0 if is_last else third.share < 1.0
-    assert doubt_of(third, GENESIS, honest(), AFTER) == ""
-    assert doubt_of(DISCARD, GENESIS, FIRST) == ""
-
-
-def scaled(body: RoundBody, factor: float) -> RoundBody:
-    return replace(body, members=tuple(replace(member, weight=factor * member.weight) for member in body.members))
-
-
-LIES = {
-    "huge factors": lambda body: replace(body, factors=(to_float32(1e30),) * len(body.factors)),
-    "no step": lambda body: replace(body, factors=(0.0,) * len(body.factors)),
-    "a denormal factor": lambda body: replace(body, factors=(2.0**-140, *body.factors[1:])),
-    "factors a little off": lambda body: replace(body, factors=tuple(to_float32(1.0001 * f) for f in body.factors)),
-    "one factor of two": lambda body: replace(body, factors=(2.0 * body.factors[0], *body.factors[1:])),
-    "a tiny share": lambda body: replace(body, share=2.0**-126),
-    "half the share": lambda body: replace(body, share=body.share / 2),
-    "weights of others": lambda body: replace(
-        body,
-        members=tuple(
-            replace(member, weight=other.weight)
-            for member, other in zip(body.members, (*body.members[1:], body.members[0]), strict=True)
-        ),
-    ),
-    "equal weights": lambda body: replace(body, members=tuple(replace(member, weight=1.0) for member in body.members)),
-    "one weight is nothing": lambda body: replace(
-        body, members=(replace(body.members[0], weight=0.0), *body.members[1:])
-    ),
-    "a denormal weight": lambda body: replace(
-        body, members=(replace(body.members[0], weight=2.0**-149), *body.members[1:])
-    ),
-    "weights of another scale": lambda body: scaled(body, 2.0),
-    "a plain mean in the middle": lambda body: replace(body, is_last=True),
-    "a sum of nothing": lambda body: replace(body, squared_norms=(0.0,) * len(body.squared_norms)),
-    "a sum that is longer than its members": lambda body: with_norms(body, 1.3),
-    "a sum a thousand times too long": lambda body: with_norms(body, 1e6),
-    "tokens that count double": lambda body: with_member(body, tokens=2 * body.members[1].contribution.tokens),
-    "norms of another": lambda body: with_member(body, squared_norms=body.members[0].contribution.squared_norms),
-    "steps that count less": lambda body: with_member(body, step_to=body.members[1].contribution.step_to - 1),
-}
-
-
-def with_norms(body: RoundBody, factor: float) -> RoundBody:
-    """The norms are beyond the bound, and the factors are what follows from them."""
-    numbers = numbers_of(tuple(member.contribution for member in body.members), is_last=body.is_last)
-    norms = tuple(factor * radius * radius for radius in numbers.radii())
-    return replace(body, squared_norms=norms, factors=numbers.factors(norms))
-
-
-def with_member(body: RoundBody, **changed: object) -> RoundBody:
-    member = body.members[1]
-    other = replace(member, contribution=replace(member.contribution, **changed))  # type: ignore[arg-type]
-    return replace(body, members=(body.members[0], other, *body.members[2:]))
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_a_leader_that_writes_other_numbers_is_doubted(lie: str) -> None:
-    body = LIES[lie](honest())
-    assert body != honest()
-    assert doubt_of(body, GENESIS), lie
-
-
-@pytest.mark.parametrize("lie", ["half the share", "a plain mean in the middle", "weights of others"])
-def test_the_versions_that_a_member_missed_are_part_of_it(lie: str) -> None:
-    before = (GENESIS, honest(), AFTER)
-    body = honest(BACK, *before, version=3)
-    assert doubt_of(LIES[lie](body), *before)
-    assert doubt_of(replace(body, share=1.0), *before) == f"its share 0 is 1, {body.share:.9g} follows from its members"
-
-
-def test_a_sum_as_long_as_all_together_is_welcome_with_what_rounding_adds() -> None:
-    assert doubt_of(honest(part=1.0), GENESIS) == ""
-    assert doubt_of(honest(part=1.0 + 15 / 254), GENESIS) == ""
-    assert "members can't exceed" in doubt_of(honest(part=1.08), GENESIS)
-
-
-def test_what_the_rounds_before_make_of_a_contribution_is_worked_out_behind_a_base_too() -> None:
-    """How long gradients usually are decides how much of one counts: a summary must say it."""
-    rounds: list[EntryBody] = [GENESIS]
-    for version in range(1, ROUNDS_KEPT + 1):
-        steps = {"step_from": 10 * version - 10, "step_to": 10 * version}
-        member = replace(THREE[0], base_version=version - 1, snapshot=version, **steps)
-        rounds.append(honest((member,), *rounds, version=version))
-    steps = {"step_from": 10 * ROUNDS_KEPT, "step_to": 10 * ROUNDS_KEPT + 10}
-    long = replace(THREE[0], base_version=ROUNDS_KEPT, snapshot=99, squared_norms=(4e6, 4e6), **steps)
-    body = honest((long,), *rounds, version=ROUNDS_KEPT + 1, part=0.9)
-    assert doubt_of(body, *rounds) == ""
-    history = history_of(*rounds)
-    ledger = Ledger()
-    for earlier in rounds:
-        ledger.add(earlier)
-    behind = new_check()
-    base = LedgerBase(len(rounds), 1, ledger.entries[-1].hash, encode_summary(history.sum_up()))
-    assert behind.base_fault(base) == ""
-    behind.begin(base)
-    entry = ledger.add(body)
-    assert (behind.fault(entry), behind.doubt(entry)) == ("", "")
-    unclipped = numbers_of((long,), version=body.version).factors(body.squared_norms)
-    assert unclipped != body.factors
-    assert "follows from its members" in behind.doubt(ledger.add(replace(body, factors=unclipped)))
-
-
-@pytest.mark.parametrize(
-    "recent",
-    [
-        b"",
-        struct.pack("<II", 1, 1),
-        struct.pack("<II3f", 1, 1, 1.0, float("nan"), 1.0),
-        struct.pack("<II3f", 1, 1, 1.0, -1.0, 1.0),
-        struct.pack("<II5f", 1, 2, 1.0, 1.0, 1.0, 1.0, 1.0),
-        struct.pack("<II", 2**31, 2**31),
-    ],
-)
-def test_a_base_whose_norms_are_none_is_refused(recent: bytes) -> None:
-    summary = replace(history_of(GENESIS).sum_up(), recent=(recent, RecentRounds().packed()))
-    base = LedgerBase(1, 1, ZERO_HASH, encode_summary(summary))
-    assert "norms of" in new_check().base_fault(base)
 
 
 def test_a_vote_is_taken_for_an_absence_only_while_three_are_left_and_given_back_by_naming_the_folder() -> None:

@@ -10,16 +10,13 @@ from diloco_node.core.messages import (
     Contributed,
     Declined,
     PayloadDurable,
-    ReductionReported,
     ReusedStripe,
     StripesReceived,
 )
-from diloco_node.core.rounds.agenda import GIVE_UP_BALLOTS
 from diloco_node.core.rounds.audit_draw import drawer_of, nonce_of
 from diloco_node.core.types import (
     Ballot,
     DiscardedBody,
-    FinishedBody,
     RateLimits,
     RoundBody,
 )
@@ -28,7 +25,6 @@ from tests.kit.rounds_kit import (
     MS,
     REGIONS,
     SECOND,
-    SETTINGS,
     contribution,
     pieces,
     position,
@@ -452,117 +448,6 @@ def test_rows_that_conflict_with_a_merge_under_way_cost_their_learner_and_not_th
     assert learners == {0: ["a", "b", "c"], 1: ["b", "c"]}
     (note,) = [note for note in office.notes if note.kind == "declined"]
     assert "a: beside what a has in the merge of fragment 0: a goes back to row 0" in note.text
-
-
-def finish(office: Office) -> None:
-    """Carry the open rounds to their commit."""
-    for fragment in sorted(office.leader.rounds):
-        round_ = office.leader.rounds[fragment]
-        office.now_ns += 10 * MS
-        for name in round_.members:
-            start = office.history.covered_step(name, 1, fragment)
-            taken = contribution(name, fragment, base=round_.version - 1, steps=(start, start + 3))
-            office.answer(name, Contributed(round_.ballot, taken))
-        office.go()
-        width = pieces(fragment)
-        for index, stripe in enumerate(round_.stripes):
-            rows = tuple((4.0 / len(round_.stripes),) * width for _ in round_.members)
-            office.answer(stripe.reducer, ReductionReported(round_.ballot, index, (1.0,) * width, rows, b"d" * 32))
-        for name in REGIONS:
-            office.answer(name, PayloadDurable(round_.ballot, round_.digest))
-        office.go()
-        office.commit(office.leader.proposals.popleft())
-
-
-def test_run_ends_with_one_last_round_per_fragment() -> None:
-    office = Office(replace(SETTINGS, steps_max=20))
-    office.report(status(19))
-    office.go()
-    assert not office.leader.is_ending
-    finish(office)
-    office.report(status(20, f0=position(base=1, step=18)))
-    office.go()
-    assert office.leader.is_ending
-    rounds = {}
-    for _ in range(6):
-        rounds |= {round_.fragment: round_.is_last for round_ in office.leader.rounds.values()}
-        finish(office)
-        office.report(status(21, f0=position(base=1, step=20)))
-        office.go()
-    assert rounds == {0: True, 1: True}
-    (body,) = office.leader.proposals
-    assert isinstance(body, FinishedBody)
-    assert body.versions == tuple(office.history.versions)
-    assert "20 steps" in body.reason
-    office.commit(body)
-    office.report(status(30))
-    assert office.go() == []
-    assert office.leader.reason == "the run is finished"
-
-
-def test_operator_ends_the_run_and_a_fragment_without_steps_is_skipped() -> None:
-    office = Office()
-    office.report(status(0))
-    office.go()
-    office.leader.request_finish("enough")
-    office.go()
-    assert office.leader.is_ending
-    assert not office.leader.proposals, "late members get a moment"
-    for _ in range(4):
-        office.now_ns += SECOND
-        office.report(status(0))
-        office.go()
-    assert "skipped" in office.kinds()
-    assert list(office.leader.proposals) == [FinishedBody((0, 0), "enough")]
-
-
-def test_members_that_decline_at_once_are_not_asked_again_in_the_same_breath() -> None:
-    office = Office()
-    office.report(status(2))
-    office.leader.request_finish("enough")
-    announcements = ballots(office.go())
-    assert {announcement.fragment for announcement in announcements} == {0, 1}, "last rounds know no pacing"
-    for announcement in {announcement.ballot: announcement for announcement in announcements}.values():
-        for name in REGIONS:
-            office.answer(name, Declined(announcement.ballot, "no"))
-    assert ballots(office.go()) == []
-    office.report(status(2))
-    assert ballots(office.go(SETTINGS.heartbeat_ns - 1)) == []
-    office.report(status(2))
-    assert ballots(office.go(1))
-
-
-def test_round_that_is_open_at_the_end_is_finished_first() -> None:
-    office = Office()
-    office.open()
-    office.leader.request_finish("enough")
-    office.report(DUE)
-    office.go()
-    assert not office.leader.rounds[0].is_last
-    assert office.leader.rounds[1].is_last, "the other fragment does not wait for it"
-
-
-def test_the_run_ends_without_a_round_that_nobody_brings_to_an_end() -> None:
-    office = Office()
-    announcement = office.open()
-    office.contribute(announcement)
-    office.hold(announcement)
-    office.leader.request_finish("enough")
-    begun_ns, allowed_ns = office.now_ns, GIVE_UP_BALLOTS * SETTINGS.ballot_deadline_min_ns
-    while not office.leader.proposals:
-        assert office.now_ns - begun_ns < 2 * allowed_ns
-        office.report(DUE)
-        for again in ballots(office.go(SETTINGS.heartbeat_ns)):
-            if again.fragment == 0:
-                office.contribute(again)
-                office.hold(again)  # and no reducer ever merges it
-    assert list(office.leader.proposals) == [FinishedBody((0, 0), "enough")]
-    assert office.leader.rounds == {}
-    assert office.now_ns - begun_ns >= allowed_ns
-    given_up = [note.fragment for note in office.notes if "the run ends without this round" in note.text]
-    assert given_up == [0]
-    office.go(SETTINGS.heartbeat_ns)
-    assert len(office.leader.proposals) == 1, "once"
 
 
 def test_committed_round_of_another_leader_ends_the_own_one() -> None:

@@ -6,6 +6,8 @@ from diloco_node.lab.sim.audit import Audit, Line
 from diloco_node.lab.sim.fault_storm import Chaos
 from diloco_node.lab.sim.simulation import Simulation, simulate
 
+pytestmark = pytest.mark.world
+
 FOUND = {
     249: "versions that overwrite what learners do: something always waits to be booked",
     695: "a reducer's stripes of a learner that died were taken for those of the next one, ballot after ballot",

@@ -14,6 +14,8 @@ from diloco_node.lab.sim.seed_report import format_report
 from diloco_node.lab.sim.simulation import Simulation, simulate
 from diloco_node.wire.envelope import decode_control, encode_control
 
+pytestmark = pytest.mark.world
+
 
 def a_liar(rate: float = 1.0) -> tuple[Simulation, Liar]:
     simulation = Simulation(5, regions=3)

@@ -13,6 +13,8 @@ from diloco_node.lab.sim.host import RUN_ID
 from diloco_node.lab.sim.planting import signed
 from tests.kit.small_world import Small
 
+pytestmark = pytest.mark.world
+
 
 @pytest.fixture
 def patch() -> Iterator[pytest.MonkeyPatch]:
@@ -74,7 +76,7 @@ def live(small: Small) -> None:
     small.go(4)
 
 
-@pytest.mark.parametrize("summary_entries", [12, 1024])
+@pytest.mark.parametrize("summary_entries", [12, pytest.param(1024, marks=pytest.mark.seeds)])
 def test_no_row_is_merged_twice_or_lost_through_joins_leaves_and_kills(
     patch: pytest.MonkeyPatch, summary_entries: int
 ) -> None:

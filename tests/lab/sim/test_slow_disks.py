@@ -9,6 +9,8 @@ from diloco_node.lab.sim.daemon_host import DaemonHost
 from diloco_node.lab.sim.world import SECOND
 from tests.kit.small_world import SEED, Small
 
+pytestmark = pytest.mark.world
+
 SLOW = 2500
 """Times as slow as usual: syncs take 1 to 20 s."""
 

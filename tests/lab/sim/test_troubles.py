@@ -9,6 +9,8 @@ from diloco_node.lab.sim.simulation import Simulation
 from diloco_node.lab.sim.troubles import Troubles
 from diloco_node.lab.sim.world import SECOND
 
+pytestmark = pytest.mark.world
+
 
 @pytest.fixture(scope="module")
 def simulation() -> Simulation:

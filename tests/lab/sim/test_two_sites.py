@@ -9,6 +9,8 @@ from diloco_node.errors import ConfigError
 from diloco_node.lab.sim.simulation import simulate
 from diloco_node.lab.sim.site_faults import SITES
 
+pytestmark = pytest.mark.world
+
 SEEDS = range(1, 5)
 
 

@@ -29,7 +29,7 @@ from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.fakecuda import fake_device
 from tests.kit.learner_kit import Toy, region_folder
 from tests.kit.planted.device_faults import DEVICE_FAULTS, planted
-from tests.kit.shard_ranks import Ranks, states
+from tests.kit.shard_ranks import Groups, states
 
 pytestmark = [
     pytest.mark.device,
@@ -218,25 +218,26 @@ def test_a_new_daemon_may_write_when_no_place_is_read_any_more() -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return states(1, ["whole", "whole-masters"], tmp_path_factory.mktemp("whole"), rounds=ROUNDS)
+def whole(tmp_path_factory: pytest.TempPathFactory, groups: Groups) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("whole")
+    return states(1, ["whole", "whole-masters"], folder, rounds=ROUNDS, groups=groups)
 
 
 @pytest.mark.parametrize("count", SHARDED)
 def test_ranks_that_hold_parts_of_a_model_come_to_the_bits_of_one_on_the_cpu(
-    count: int, whole: dict[str, Any], tmp_path: Path
+    count: int, whole: dict[str, Any], groups: Groups, tmp_path: Path
 ) -> None:
     """FSDP2, tensor parallelism, experts and two-dimensional meshes, on devices of as many processes."""
-    for layout, outcome in states(count, SHARDED[count], tmp_path, rounds=ROUNDS).items():
+    for layout, outcome in states(count, SHARDED[count], tmp_path, rounds=ROUNDS, groups=groups).items():
         expected = whole["whole-masters" if layout.endswith("masters") else "whole"]
         assert outcome == expected, layout
         assert expected["first"] != expected["last"]
 
 
-def test_ranks_on_devices_go_on_with_their_moments_cut_in_another_way(tmp_path: Path) -> None:
+def test_ranks_on_devices_go_on_with_their_moments_cut_in_another_way(groups: Groups, tmp_path: Path) -> None:
     kept: dict[str, str] = {}
     theta = versions = None
-    with MemoryStore(tmp_path / "memory.sock"), Ranks(2) as ranks:
+    with MemoryStore(tmp_path / "memory.sock"), groups.take(2) as ranks:
         for layout in ("fsdp", "ddp", "fsdp-masters", "fsdp"):
             with FakeDaemon(tmp_path, theta=theta, versions=versions) as daemon:
                 ranks.attach(layout, tmp_path, optimizer=True)
