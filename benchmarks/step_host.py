@@ -162,7 +162,7 @@ def main() -> int:
     here = Path(__file__).resolve().parents[1]
     arms = {"this": here} | ({"other": options.against.resolve()} if options.against else {})
     results: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in arms}
-    for _ in range(TURNS if len(arms) > 1 else 1):
+    for _ in range(TURNS if len(arms) > 1 and not options.counts else 1):
         for name, checkout in arms.items():
             command = [sys.executable, __file__, "--child", "--steps", str(options.steps), "--import", options.module]
             command += ["--layers", str(options.layers), *(["--counts"] if options.counts else [])]
