@@ -90,11 +90,12 @@ class PlaceMark:
         return mark if mark.pid > 0 and math.isfinite(mark.since_s) and math.isfinite(mark.limit_s) else None
 
     @property
-    def loss(self) -> str:
-        """Steps that are lost when the learner ends now, in words."""
-        merge_lag = max(0, self.step - self.included_step)
-        save_lag = self.step - max(0, self.checkpoint_step)
-        return f"lost: {max(0, save_lag)} steps since its checkpoint, {merge_lag} that no merge includes"
+    def losses(self) -> dict[str, int]:
+        """Steps that are lost when the learner ends now: since its checkpoint, and those that no merge includes."""
+        return {
+            "unsaved_steps": max(0, self.step - max(0, self.checkpoint_step)),
+            "unmerged_steps": max(0, self.step - self.included_step),
+        }
 
 
 _ACTIVITY_BYTES: Final = 40

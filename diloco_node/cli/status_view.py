@@ -142,13 +142,24 @@ def alert_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[
 
 
 def detail_lines(document: dict[str, Any], width: int | None) -> list[str]:
-    """Show what a row has no room for: each open round and what it waits for, and the last alarm."""
+    """Show what a row has no room for: each open round and what it waits for, what an end of the learner would lose or
+    lost, and the last alarm."""
     region = document["region"]
     lines = []
     for entry in rows(document, "rounds"):
         round_ = f"fragment {entry.get('fragment', '?')} to version {entry.get('version', '?')}"
         ballot = f" (ballot {entry['ballot']})" if entry.get("ballot") else ""
         lines.append(f"{region}: {round_}{ballot}: {entry.get('reason') or 'open'}")
+    losses = {
+        "an end of the learner would lose": section(section(document, "learner"), "at_stake"),
+        "the learner's last end lost": section(section(document, "learner_process"), "lost"),
+    }
+    for words, steps in losses.items():
+        if steps:
+            unsaved, unmerged = (number(steps, key) or 0.0 for key in ("unsaved_steps", "unmerged_steps"))
+            lines.append(
+                f"{region}: {words} {unmerged:.0f} steps that no merge includes, and moments of {unsaved:.0f} steps"
+            )
     alarms = [note for note in rows(document, "notes") if note.get("is_alarm")]
     if alarms:
         lines.append(f"{region}: {document.get('alarms', len(alarms))} alarms, the last: {alarms[-1].get('text', '')}")

@@ -173,8 +173,7 @@ class Diloco:
         self._watch: ModelWatch | None = None
         # Once True nothing is told or written any more.
         self._has_left = False
-        self._terminate, self._place = TerminateFlag(), LearnerPlace()
-        self._wish = EndWish()
+        self._terminate, self._place, self._wish = TerminateFlag(), LearnerPlace(), EndWish()
         # What `save_merged` has begun, until the end.
         self._saves = contextlib.ExitStack()
         self._ranks = Ranks()
@@ -493,6 +492,7 @@ class Diloco:
             self._warn(text)
         parts = self._checkpoints.optimizer, self._checkpoints.stateful.values()
         self._watch = ModelWatch(self._tensors, self._warn, *parts, is_auto=bool(self._auto_step))
+        self._fragments.pending_looks = self._watch.pending_looks
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)

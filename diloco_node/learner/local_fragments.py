@@ -29,6 +29,7 @@ from diloco_node.core.types import CarryMode, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
 from diloco_node.learner.contribution_area import ContributionArea
 from diloco_node.learner.fragment_settings import FragmentSettings
+from diloco_node.learner.late_looks import LateLook
 from diloco_node.learner.layouts.device import DeviceLane, Room, encodes_there, has_streams
 from diloco_node.learner.layouts.page_locked import page_locked
 from diloco_node.learner.layouts.shard_map import ShardMap, join, whole_map
@@ -72,6 +73,7 @@ class LearnerFragments:
     Attributes:
         positions, slots: per fragment. step, tokens: of this incarnation, at the last boundary.
         applied: versions written into the model. carried_steps: own steps kept at these. discounted: with lam below 1.
+        pending_looks: gives the looks at the model, ordered so far, by which a snapshot may be refused.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class LearnerFragments:
         # By fragment the unresolved snapshot: at most one, against the version in `_base`.
         self._snapshots: dict[int, HeldSnapshot] = {}
         self._taken: list[HeldSnapshot] = []  # at this boundary: the encoder does not have them yet
+        self.pending_looks: Callable[[], tuple[LateLook, ...]] = tuple
         # By fragment the version on its way; in the same order on all ranks. Gone when it is applied.
         self._incoming: dict[int, ComingVersion] = {}
         # By fragment the newest snapshot that an applied version included: no older one is carried over again.
@@ -240,7 +243,7 @@ class LearnerFragments:
         if fetch is None:
             self.tensors.read(local, values)
         facts = SnapshotFacts.of(request, position, number=self._next_snapshot, step=self.step, tokens=self.tokens)
-        snapshot = HeldSnapshot(facts, values, buffer, fetch)
+        snapshot = HeldSnapshot(facts, values, buffer, fetch, self.pending_looks())
         self._next_snapshot += 1
         self._snapshots[request.fragment] = snapshot
         self._taken.append(snapshot)
@@ -260,11 +263,8 @@ class LearnerFragments:
         """In the worker. Base can't change meanwhile: `is_busy` says so."""
         # A step that others may merge must not be forgotten by a power cut: the counters first.
         durable = self._worker.disk.submit(self._before_ready)
-        room = None
-        if snapshot.fetch is not None:
-            room = snapshot.fetch.result()
-            snapshot.fetch = None  # its callback holds the snapshot
-        answer = self._encoded(snapshot, room)
+        room = snapshot.fetched()
+        answer = self._encoded(snapshot, None if snapshot.refuse() else room)
         if self._lane is not None and room is not None:
             self._lane.give_back(room)
         durable.result()
@@ -291,7 +291,9 @@ class LearnerFragments:
                 rows = None if lane is None or room is None else lane.encode(room, base, blocks)
                 norms = self._contributions.encode(index, base.numpy(), snapshot.values.numpy(), rows)
         except PayloadCorrupt as error:
-            return SnapshotDenied(index, snapshot.facts.version, f"step {snapshot.facts.step}: {error}")
+            return SnapshotDenied(
+                index, snapshot.facts.version, f"step {snapshot.facts.step}: {snapshot.refusal or error}"
+            )
         settings = self.settings
         return SnapshotReady(snapshot.facts.contribution(settings.region, settings.incarnation, norms.tolist()))
 

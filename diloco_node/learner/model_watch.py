@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_hooks
 
 from diloco_node.errors import LearnerError
+from diloco_node.learner.late_looks import LateLook, LateLooks
 from diloco_node.learner.layouts.capture import is_capturing
+from diloco_node.learner.layouts.device import has_streams
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.optimizer_record import TOLD, OptimizerRecord
 from diloco_node.learner.several_optimizers import check_kind, inner_of, kind_of, parameters_of
 from diloco_node.learner.state_watch import StateWatch, schedules_of
@@ -67,7 +68,6 @@ weights, hears a step or two later of a load."""
 
 _WRITES: Final = attrgetter("_version")
 _TRAINS: Final = attrgetter("requires_grad")
-_NAMELESS: Final[Callable[[], str]] = str
 
 
 class ModelWatch:
@@ -126,22 +126,17 @@ class ModelWatch:
         self._versions = -1
         # Once True nothing more is said of writes.
         self._has_warned = False
-        # Values that are not as `attach` wrote them, by tensor, and their sum, maybe on its way from a device.
+        # What is on its way from a device.
+        self._looks = LateLooks()
+        # Values that are not as `attach` wrote them, by tensor.
         self._differing: list[Tensor] = []
-        self._differing_sum = LateLoss()
-        # Greatest change of the tensors of an optimizer since it stepped last, on its way, and the next one; with each
-        # what names one of those, which waits for a device.
-        self._silent, self._silent_name = LateLoss(), _NAMELESS
-        self._silent_next: tuple[Tensor, Callable[[], str]] | None = None
-        # Looks at counted writes of others; the greatest change by these that is not on its way to the host, and that
-        # which is. Of the last look: the tensor, and whether it may have been put back.
-        self._looks = 0
-        self._change: Tensor | None = None
-        self._late_change = LateLoss()
-        self._written_name, self._may_be_restored = _NAMELESS, False
-        # States that move, by names of parameter and state: how much each is like its parameter; and the greatest.
+        # Greatest change of the tensors of an optimizer since it stepped last that is not on its way to the host; what
+        # names a tensor, which waits for a device; and whether it may have been put back.
+        self._change: tuple[Tensor, Callable[[], str], bool] | None = None
+        # Looks at counted writes of others.
+        self._writes_seen = 0
+        # States that move, by names of parameter and state: how much each is like its parameter.
         self._likeness: dict[tuple[str, str], Tensor] = {}
-        self._likeness_max = LateLoss()
         self._handles = (
             optimizer_hooks.register_optimizer_step_pre_hook(self._before_step),
             optimizer_hooks.register_optimizer_step_post_hook(self._after_step),
@@ -152,7 +147,7 @@ class ModelWatch:
         for handle in self._handles:
             handle.remove()
         self._optimizers.clear()
-        self._silent_name, self._silent_next = _NAMELESS, None
+        self._looks, self._change = LateLooks(), None
 
     def check(self, has_orders: bool) -> None:
         """Look at the model at a step boundary, before anything of it is sent, or changed by a version.
@@ -168,19 +163,10 @@ class ModelWatch:
         self._states.check()
         self._count_told()
         self.check_writes(is_sampled=has_orders or next(iter(self._weights)).is_cpu)
-        self._hear_changes()
         if self._written:
             # The first step was made by no optimizer that calls hooks: a loop's own arithmetic, or a compiled step.
             self._compare(is_trained=True)
-        self._check_values()
-        if (self._likeness_max.fresh() or 0.0) >= COPY_LIKENESS:
-            (name, key), _ = max(self._likeness.items(), key=lambda entry: float(entry[1]))
-            kinds = sorted({kind_of(optimizer) for optimizer, record in self._optimizers.items() if record})
-            raise LearnerError(
-                f"the optimizer ({', '.join(kinds)}) trains a copy of {name!r}, its state {key!r}: it would take back "
-                "a part of each merge. Use one without (AdamW with a schedule, not a schedule-free one), or give "
-                "float32 masters to attach(..., masters={name: tensor})"
-            )
+        self._hear()
         for record in filter(None, self._optimizers.values()):
             if record.sample is not None and not record.is_stepping and not record.is_followed(self._told_steps):
                 record.note(is_step=True)  # a replay of a captured step counts no writes
@@ -367,16 +353,16 @@ class ModelWatch:
         count = stack(self._differing).sum()
         if not is_trained:
             names = [*self._weights.values()]
-            self._note_silent(stack(counts).sum().clamp(max=TOLD), lambda: next(compress(names, map(int, counts))))
+            self._note_change(stack(counts).sum().clamp(max=TOLD), lambda: next(compress(names, map(int, counts))))
         else:
             distance = stack((value - sample).square().sum() for value, sample in pairs).sum()
             length = stack(sample.square().sum() for _, sample in pairs).sum()
             count = count * (distance > FAR_AT_FIRST**2 * length)
-        self._differing_sum.offer(count)
-        self._check_values()
+        self._looks.note(count, 0.0, self._judge_values)
+        self._hear()
 
-    def _check_values(self) -> None:
-        if not self._differing_sum.fresh():
+    def _judge_values(self, count: float) -> None:
+        if not count:
             return
         names = [name for name, count in zip(self._weights.values(), self._differing, strict=True) if int(count)]
         raise LearnerError(
@@ -397,52 +383,52 @@ class ModelWatch:
             return False
         names, at = [*record.tensors, record.name], record.largest
         pairs = zip(names, writes, record.writes, strict=True)
-        self._written_name = partial(str, next(name for name, new, old in pairs if new != old))
+        name = partial(str, next(name for name, new, old in pairs if new != old))
         # Averages, or a climb, in and out again; or `model.to()`.
-        self._may_be_restored = writes[-1] != record.writes[-1] or writes[at] != record.writes[at]
+        may_be_restored = writes[-1] != record.writes[-1] or writes[at] != record.writes[at]
         change = record.change()
-        self._looks += 1
-        if change.is_cpu or self._looks <= LOOKS_WAITED:
-            self._judge(self._written_name, float(change), may_be_restored=self._may_be_restored)
+        self._writes_seen += 1
+        if self._writes_seen <= LOOKS_WAITED:
+            self._judge(name, float(change), may_be_restored=may_be_restored)
         else:
-            self._change = (
-                change if self._change is None else torch.maximum(self._change, change.to(self._change.device))
-            )
+            self._note_change(change, name, may_be_restored=may_be_restored)
         return True
 
     def _check_record(self, record: OptimizerRecord, *, is_sampled: bool = True) -> None:
         """Look for writes since the last step; with samples also for those that no count tells."""
         if not self._check_writes(record) and is_sampled and record.is_followed(self._told_steps):
-            self._note_silent(*record.look())
-        self._hear_silent()
+            for change, name in record.look():
+                self._note_change(change, name)
+        self._hear()
 
-    def _note_silent(self, change: Tensor, name: Callable[[], str]) -> None:
-        if self._silent_next is None:
-            self._silent_next = change, name
-            return
-        before, name_before = self._silent_next
-        change = change.to(before.device)
-        self._silent_next = torch.maximum(before, change), lambda: name_before() if float(before) else name()
+    def _note_change(self, change: Tensor, name: Callable[[], str], *, may_be_restored: bool = True) -> None:
+        """Judge a change; one on a device when it has come, with those that follow until it may be sent."""
+        if not has_streams(change.device):
+            self._judge(name, float(change), may_be_restored=may_be_restored)
+        elif self._change is None:
+            self._change = change, name, may_be_restored
+        else:
+            before, name_before, might_be_restored = self._change
+            change = torch.maximum(before, change.to(before.device))
+            is_restored = may_be_restored and might_be_restored
+            self._change = change, lambda: name_before() if float(before) else name(), is_restored
 
-    def _hear_silent(self) -> None:
-        """Judge what no count of writes tells, once it has come from its device."""
-        self._judge_silent()
-        if self._silent_next is not None and not self._silent.is_coming:
-            self._silent.offer(self._silent_next[0])
-            self._silent_name, self._silent_next = self._silent_next[1], None
-            self._judge_silent()  # on a CPU it is there
+    def _hear(self) -> None:
+        """Judge what has come from a device, and send the next change on its way."""
+        self._looks.hear()
+        if not self._looks.coming:
+            self._send()
 
-    def _judge_silent(self) -> None:
-        if change := self._silent.fresh():
-            self._judge(self._silent_name, change)
-
-    def _hear_changes(self) -> None:
-        """Judge the change that has come from a device, and send the next one on its way."""
-        if (change := self._late_change.fresh()) is not None:
-            self._judge(self._written_name, change, may_be_restored=self._may_be_restored)
-        if self._change is not None and not self._late_change.is_coming:
-            self._late_change.offer(self._change)
+    def _send(self) -> None:
+        if self._change is not None:
+            change, name, may_be_restored = self._change
             self._change = None
+            self._looks.note(change, FAR, partial(self._judge, name, may_be_restored=may_be_restored))
+
+    def pending_looks(self) -> tuple[LateLook, ...]:
+        """The looks of a device that were ordered so far, and may refuse what the model holds now."""
+        self._send()
+        return self._looks.coming
 
     def _judge(self, name: Callable[[], str], change: float, *, may_be_restored: bool = False) -> None:
         """Say that a tensor was changed by something else than its optimizer, by so many of its lengths."""
@@ -496,4 +482,15 @@ class ModelWatch:
             is_copy = (sample != before).any() & (sample != began).any() & (apart > NOISE)
             self._likeness[name, key] = torch.where(is_copy, torch.minimum(first, likeness), 0.0)
         if self._likeness:
-            self._likeness_max.offer(stack(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max())
+            greatest = stack(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max()
+            self._looks.note(greatest, COPY_LIKENESS, self._judge_likeness)
+
+    def _judge_likeness(self, greatest: float) -> None:
+        if greatest > COPY_LIKENESS:
+            (name, key), _ = max(self._likeness.items(), key=lambda entry: float(entry[1]))
+            kinds = sorted({kind_of(optimizer) for optimizer, record in self._optimizers.items() if record})
+            raise LearnerError(
+                f"the optimizer ({', '.join(kinds)}) trains a copy of {name!r}, its state {key!r}: it would take back "
+                "a part of each merge. Use one without (AdamW with a schedule, not a schedule-free one), or give "
+                "float32 masters to attach(..., masters={name: tensor})"
+            )

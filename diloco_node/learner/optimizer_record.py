@@ -38,7 +38,7 @@ class OptimizerRecord:
         is_stepping: it is in a step: what it writes was not noted yet.
         is_captured: a CUDA graph recorded a step of it since its writes were noted.
         sample: of its largest tensor at that time: a load changes all of them.
-            slices: of all its tensors.
+            slices: of all its tensors, by device.
         before: samples of its tensors before a step after which its states are looked at, by name.
         states: samples of its states when looked at last, and how much they were like their parameter when looked at
             first, by names of parameter and state.
@@ -53,7 +53,7 @@ class OptimizerRecord:
     is_stepping: bool = False
     is_captured: bool = False
     sample: Tensor | None = None
-    slices: Tensor | None = None
+    slices: dict[torch.device, Tensor] = field(default_factory=dict)
     before: dict[str, Tensor] = field(default_factory=dict)
     states: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
     siblings: list[OptimizerRecord] = field(default_factory=list)
@@ -62,7 +62,7 @@ class OptimizerRecord:
 
     def __post_init__(self) -> None:
         self.largest = max(enumerate(self.tensors.values()), key=lambda entry: entry[1].numel())[0]
-        self._reader = SliceReader(self.tensors.values(), self.largest)
+        self._reader = SliceReader(self.tensors.values())
 
     def count_writes(self) -> list[int]:
         """How often each was written to, and where the largest lies."""
@@ -74,33 +74,37 @@ class OptimizerRecord:
         return self.sample is not None and told_steps - self.told_steps <= 1
 
     def change(self) -> Tensor:
-        """How far the tensors have moved since `sample`, in lengths; a scalar on the device of the largest."""
-        return self.look()[0]
+        """How far the tensors on the device of the largest have moved since `sample`, in lengths; a scalar there."""
+        return self.look()[0][0]
 
-    def look(self) -> tuple[Tensor, Callable[[], str]]:
-        """The change, and what names a tensor that has changed, which waits for the device.
+    def look(self) -> list[tuple[Tensor, Callable[[], str]]]:
+        """By device the change, and what names a tensor that has changed, which waits for the device.
 
-        It is TOLD at most where a constraint wrote, or where only tensors other than the largest have changed.
+        The first is that of the largest. A change is TOLD at most where a constraint wrote, or where only tensors other
+        than the largest have changed.
         """
-        before = self.slices
         assert self.sample is not None
-        assert before is not None
-        now, slices = sample_of(self._largest).to(self.sample.device), self._reader.read()
-        if slices.device != before.device or slices.shape != before.shape:
-            before = slices
-        name = partial(self._name_of_change, before, slices)
-        if now.is_cpu and torch.equal(now, self.sample) and torch.equal(slices, before):
-            return now.new_zeros(()), name
-        change = _apart(now, self.sample)
-        change = torch.where(is_constrained(self.sample, now), change.clamp(max=TOLD), change)
-        if slices is before or not slices.numel():
-            return change, name
-        return torch.maximum(change, _apart(slices, before).clamp(max=TOLD).to(change.device)), name
+        now = sample_of(self._largest).to(self.sample.device)
+        change = now.new_zeros(())
+        if not now.is_cpu or not torch.equal(now, self.sample):
+            change = _apart(now, self.sample)
+            change = torch.where(is_constrained(self.sample, now), change.clamp(max=TOLD), change)
+        changes: list[tuple[Tensor, Callable[[], str]]] = [(change, lambda: self.name)]
+        for device, slices in self._reader.read().items():
+            before = self.slices.get(device)
+            if before is None or before.shape != slices.shape or (slices.is_cpu and torch.equal(slices, before)):
+                continue
+            other = _apart(slices, before).clamp(max=TOLD), partial(self._name_of_change, before, slices)
+            if device == now.device:
+                changes[0] = torch.maximum(change, other[0]), other[1]
+            else:
+                changes.append(other)
+        return changes
 
     def _name_of_change(self, before: Tensor, now: Tensor) -> str:
         """Name the first tensor whose slice differs; the largest where none does."""
         differing = (before != now).nonzero()
-        return [*self.tensors][self._reader.number_at(int(differing[0]))] if len(differing) else self.name
+        return [*self.tensors][self._reader.number_at(now.device, int(differing[0]))] if len(differing) else self.name
 
     @property
     def name(self) -> str:

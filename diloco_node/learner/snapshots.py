@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from diloco_node.core.types import Contribution, FragmentPosition
+from diloco_node.learner.late_looks import LateLook
 from diloco_node.learner.layouts.device import Room
 from diloco_node.learner.region_shards import HERE
 from diloco_node.wire.learner_link import SnapshotDenied, SnapshotReady, SnapshotRequested, VersionOffered
@@ -72,6 +74,7 @@ class HeldSnapshot:
     Attributes:
         values: shape (owned size,), float32, CPU; the first part of `buffer`, which comes from the rooms.
         fetch: done when they have come from the device, with the room that is still needed; None without a device.
+        looks: at the model, ordered before, that were not judged yet: what they refuse is not sent. refusal: why.
         answer: set by the encoder when it is done and the counters are durable.
         encoded: set by the encoder after `answer`.
     """
@@ -80,8 +83,26 @@ class HeldSnapshot:
     values: Tensor
     buffer: Tensor
     fetch: Future[Room | None] | None = None
+    looks: tuple[LateLook, ...] = ()
+    refusal: str = ""
     answer: SnapshotReady | SnapshotDenied | None = None
     encoded: threading.Event = field(default_factory=threading.Event)
+
+    def fetched(self) -> Room | None:
+        """Wait until the values are here."""
+        fetch, self.fetch = self.fetch, None  # its callback holds the snapshot
+        return None if fetch is None else fetch.result()
+
+    def refuse(self) -> bool:
+        """Wait for the looks, and spoil values that they refuse: so the rank that encodes hears of looks on others.
+
+        Returns whether it did.
+        """
+        self.refusal = next(filter(None, [look.refusal() for look in self.looks]), "")
+        if self.refusal:
+            self.values.fill_(math.nan)
+        self.looks = ()
+        return bool(self.refusal)
 
 
 @dataclass(slots=True)

@@ -19,6 +19,9 @@ SAMPLE_VALUES: Final = 256
 
 SLICE_VALUES: Final = 64
 
+BORROWED: Final = ("cuda", "xpu")
+"""Devices whose addresses say where a slice lies: it is read without a hold on memory that a model may leave."""
+
 REMEDY: Final = (
     "Build, load, freeze and shard the model first, make the optimizer, and call attach() last. To train other tensors "
     "begin a new run: run.init takes the weights of this one"
@@ -26,6 +29,7 @@ REMEDY: Final = (
 
 _FORM: Final = attrgetter("dtype", "shape")
 _PLACE: Final = methodcaller("data_ptr")
+_COUNT: Final = methodcaller("numel")
 _VALUES: Final = methodcaller("values")
 
 
@@ -149,54 +153,55 @@ def sample_of(tensor: Tensor) -> Tensor:
 
 
 class SliceReader:
-    """Reads SLICE_VALUES neighbouring values in the middle of each tensor, in one call while all stay where they are.
+    """Reads SLICE_VALUES neighbouring values in the middle of each tensor, in one call a device while all stay there.
 
-    Left out are tensors on other devices than one, and those with gaps in their memory.
+    Left out are tensors with gaps in their memory.
 
     Args:
-        tensors: kept. leader: number of the one whose device is read.
+        tensors: kept.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], leader: int) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = tuple(tensors)
-        self._leader = leader
         self._sharded = {place for place, tensor in enumerate(self._tensors) if is_sharded(tensor)}
-        self._places: list[int] = []
-        # By number of the tensor. On a device they are made anew: they would keep memory that a model has left.
-        self._slices: dict[int, Tensor] = {}
-        self._numbers: list[int] = []
-        self._ends: list[int] = []
+        self._places: list[tuple[int, ...]] = []
+        # By device and number of the tensor. Those of BORROWED keep no memory.
+        self._slices: dict[torch.device, dict[int, Tensor]] = {}
 
-    def read(self) -> Tensor:
-        """The slices, one after another; a copy."""
+    def read(self) -> dict[torch.device, Tensor]:
+        """By device the slices, one after another; copies."""
         shards: Sequence[Any] = self._tensors
         if self._sharded:  # `to_local` takes longer than all the rest
             shards = [shard._local_tensor if place in self._sharded else shard for place, shard in enumerate(shards)]
-        places = [*map(_PLACE, shards)]
-        slices, device = self._slices, shards[self._leader].device
-        if places != self._places or device.type != "cpu":
-            slices = dict(_slices(shards, device))
-            self._slices = slices if device.type == "cpu" else {}
-            self._numbers, self._ends = [*slices], [*accumulate(part.numel() for part in slices.values())]
-            self._places = places
-        return torch.cat([*slices.values()]) if slices else torch.zeros(0, device="cpu")
+        places = [*zip(map(_PLACE, shards), map(_COUNT, shards), strict=True)]
+        if places != self._places:
+            self._slices, self._places = {}, places
+            for number, part in _slices(shards):
+                self._slices.setdefault(part.device, {})[number] = part
+        return {device: torch.cat([*slices.values()]) for device, slices in self._slices.items()}
 
-    def number_at(self, place: int) -> int:
-        """Number of the tensor whose slice is at a place of what was read."""
-        return self._numbers[bisect_right(self._ends, place)]
+    def number_at(self, device: torch.device, place: int) -> int:
+        """Number of the tensor whose slice is at a place of what was read of a device."""
+        slices = self._slices[device]
+        return [*slices][bisect_right([*accumulate(part.numel() for part in slices.values())], place)]
 
 
-def _slices(shards: Iterable[Tensor], device: torch.device) -> Iterator[tuple[int, Tensor]]:
+def _slices(shards: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
     for number, shard in enumerate(shard.detach() for shard in shards):
         count, extent = (
             shard.numel(),
             1 + sum((n - 1) * step for n, step in zip(shard.shape, shard.stride(), strict=True)),
         )
-        if count and shard.device == device and shard.data_ptr() and (shard.is_contiguous() or extent == count):
-            start = shard.storage_offset() + max(0, count - SLICE_VALUES) // 2
-            size = (min(count, SLICE_VALUES),)
+        if count and shard.data_ptr() and (shard.is_contiguous() or extent == count):
+            start, size = max(0, count - SLICE_VALUES) // 2, min(count, SLICE_VALUES)
+            storage: Any = shard.untyped_storage()
+            offset = shard.storage_offset() + start
+            if shard.device.type in BORROWED:
+                width = shard.element_size()
+                place, offset = shard.data_ptr() + start * width, 0
+                storage = torch._C._construct_storage_from_data_pointer(place, shard.device, size * width)
             # Of the storage, and no view: its base would look like a copy of the parameter (`loop_state`).
-            yield number, shard.new_empty(0).set_(shard.untyped_storage(), start, size, (1,))
+            yield number, shard.new_empty(0).set_(storage, offset, (size,), (1,))
 
 
 def is_clamped(before: Tensor, now: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class LearnerWatch:
         hang_s: no step for less than this is never a hang; 0: nothing is. log: where its output is, for the status.
 
     Attributes:
-        old_place: written by the life before this one.
+        old_place: written by the life before this one. lost: steps, by the last end that was no success.
         state: "running", "waiting" for its next start, "stopped" (a crash loop) or "done".
         reason: the last fault, in words; empty if there was none. crashes, hangs: since the supervisor was started.
         exit_code: of the last life that is over, negative for a signal; None before. restarts: lives but the first.
@@ -87,6 +87,7 @@ class LearnerWatch:
         self._mark: bytes | None = None
         self._stepped_s: float | None = None
         self.old_place: PlaceMark | None = None
+        self.lost: dict[str, int] | None = None
         # The pause that the loop has announced and not ended.
         self._pause: PlaceMark | None = None
         # The last look: when the next one comes late, the machine slept, not the learner.
@@ -220,6 +221,7 @@ class LearnerWatch:
             "exit_code": self.exit_code,
             "restarts": self.restarts,
             "log": self._log,
+            "lost": self.lost,
         }
 
 

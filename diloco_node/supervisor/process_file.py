@@ -36,7 +36,11 @@ def read_process(state_dir: Path) -> dict[str, Any]:
             "exit_code": None if process_document.get("exit_code") is None else int(process_document["exit_code"]),
             "restarts": int(process_document.get("restarts", 0)),
             "log": str(process_document.get("log", ""))[:REASON_CHARS_MAX],
+            "lost": {
+                str(kind)[:REASON_CHARS_MAX]: int(steps) for kind, steps in (process_document.get("lost") or {}).items()
+            }
+            or None,
         }
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return {}
     return document if document["state"] in STATES else {}

@@ -252,10 +252,14 @@ class _Supervisor:
         return PlaceMark.decode(self._memory.contents(PLACE_AREA))
 
     def _loss(self, child: Child) -> str:
-        """Steps that the learner's end costs, in words; empty where it made none."""
+        """Note the steps that the learner's end costs, and say them; empty where it made none."""
         place = self._place()
-        is_own = child is self._learner and place is not None and place != self._watch.old_place
-        return f"; {place.loss}" if is_own and place is not None else ""
+        if child is not self._learner or place is None or place == self._watch.old_place:
+            return ""
+        self._watch.lost = place.losses
+        return "; lost: {unsaved_steps} steps since its checkpoint, {unmerged_steps} that no merge includes".format(
+            **place.losses
+        )
 
     def _look_at(self, learner: Child) -> None:
         counters = self._memory.contents(COUNTERS_AREA)

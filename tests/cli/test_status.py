@@ -249,9 +249,13 @@ def test_details_name_open_rounds_and_the_last_alarm() -> None:
             {"text": "fine", "is_alarm": False},
         ],
         "rounds": [{"fragment": 0, "version": 1}, "junk"],
+        "learner": {"at_stake": {"unsaved_steps": 30, "unmerged_steps": 4}},
+        "learner_process": {"lost": {"unsaved_steps": 99, "unmerged_steps": 12}},
     }
     assert detail_lines(document, None) == [
         "eu: fragment 0 to version 1: open",
+        "eu: an end of the learner would lose 4 steps that no merge includes, and moments of 30 steps",
+        "eu: the learner's last end lost 12 steps that no merge includes, and moments of 99 steps",
         "eu: 7 alarms, the last: digest differs",
     ]
     assert detail_lines({"region": "eu", "peers": None}, None) == []

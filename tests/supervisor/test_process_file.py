@@ -14,6 +14,7 @@ WORD = {
     "exit_code": -11,
     "restarts": 9,
     "log": "/state/us/logs/learner.log",
+    "lost": {"unsaved_steps": 99, "unmerged_steps": 12},
 }
 
 
@@ -27,7 +28,7 @@ def test_what_was_written_is_read_and_replaced(tmp_path: Path) -> None:
 def test_the_word_of_an_older_supervisor_is_read(tmp_path: Path) -> None:
     write_process(tmp_path, {"state": "running", "reason": "", "crashes": 0, "hangs": 0})
     found = read_process(tmp_path)
-    assert (found["exit_code"], found["restarts"], found["log"]) == (None, 0, "")
+    assert (found["exit_code"], found["restarts"], found["log"], found["lost"]) == (None, 0, "", None)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,7 @@ def test_the_word_of_an_older_supervisor_is_read(tmp_path: Path) -> None:
         '{"state": "flying", "reason": "", "crashes": 0, "hangs": 0}',
         '{"state": "stopped", "reason": "", "crashes": Infinity, "hangs": 0}',
         '{"state": "stopped", "reason": "", "crashes": [], "hangs": 0}',
+        '{"state": "stopped", "reason": "", "crashes": 0, "hangs": 0, "lost": [1]}',
         '{"state": "stopped", "reason": "' + "x" * 20_000 + '", "crashes": 0, "hangs": 0}',
     ],
 )

@@ -18,10 +18,11 @@ from diloco_node.shared_memory import request_area
 from diloco_node.state_names import LEDGER_NAME
 from diloco_node.supervisor import child
 from diloco_node.supervisor.preload import LEARNER_NICENESS, LOWEST_NICENESS
-from diloco_node.supervisor.process_file import write_process
+from diloco_node.supervisor.process_file import read_process, write_process
 from diloco_node.supervisor.supervisor import DISK_CODE, run_supervisor
 from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 from tests.kit.supervisor_kit import MAIN, NOTE, PATIENCE_S, WAIT, is_gone, lives, python, spec
+from tests.kit.waiting import until
 
 
 def test_daemon_that_finishes_ends_the_region_with_zero(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_child_that_does_not_stop_is_killed(tmp_path: Path) -> None:
     assert is_gone(lives(tmp_path, "learner")[0])
 
 
-def test_the_log_says_what_a_learner_that_was_killed_has_lost(tmp_path: Path) -> None:
+def test_log_and_status_say_what_a_learner_that_was_killed_has_lost(tmp_path: Path) -> None:
     mark = (
         "import os, pathlib, signal\nfrom diloco_node.shared_memory import *\n"
         "area = request_area(pathlib.Path(os.environ['DILOCO_SUPERVISOR']), PLACE_AREA, PLACE_BYTES)\n"
@@ -172,6 +173,9 @@ def test_the_log_says_what_a_learner_that_was_killed_has_lost(tmp_path: Path) ->
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nnote('learner')\nsignal.pause()"
     )
     process = start(tmp_path, ordered("daemon"), NOTE + mark, stop_s=0.1)
+    os.kill(lives(tmp_path, "learner")[0], signal.SIGKILL)
+    until(lambda: len(lives(tmp_path, "learner")) > 1)
+    until(lambda: read_process(tmp_path).get("lost") == {"unsaved_steps": 99, "unmerged_steps": 12})
     process.terminate()
     assert process.wait(PATIENCE_S) == 0
     log = (tmp_path / "logs" / "supervisor.log").read_text()

@@ -232,7 +232,7 @@ def _learner(learner: LearnerProxy, now_ns: int) -> dict[str, Any] | None:
         return None
     seconds = (facts.last_report_ns - facts.first_report_ns) / 1e9
     tokens = status.tokens - facts.tokens_at_first_report
-    pause = learner.pause
+    place, pause = learner.place, learner.pause
     return {
         "incarnation": status.incarnation,
         "step": status.step,
@@ -255,6 +255,7 @@ def _learner(learner: LearnerProxy, now_ns: int) -> dict[str, Any] | None:
             "since_seconds": now_ns / 1e9 - pause.since_s,
             "limit_seconds": pause.limit_s,
         },
+        "at_stake": None if place is None else place.losses,
         "discounted_versions": facts.discounted_versions,
         "warnings": facts.warnings,
         "finished": status.finished,

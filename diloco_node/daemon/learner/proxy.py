@@ -416,11 +416,16 @@ class LearnerProxy:
         facts.last_warning, facts.last_warning_ns = escaped(text)[:WARNING_CHARS_MAX], self._now_ns()
 
     @property
+    def place(self) -> PlaceMark | None:
+        """Where the attached learner stands; None before it wrote that."""
+        place = PlaceMark.decode(self._place_area[:])
+        return place if self.status is not None and place is not None and place.pid == self.pid else None
+
+    @property
     def pause(self) -> PlaceMark | None:
         """The pause that the attached learner has announced; None while it makes steps."""
-        place = PlaceMark.decode(self._place_area[:])
-        is_own = self.status is not None and place is not None and place.pid == self.pid
-        return place if is_own and place is not None and place.activity else None
+        place = self.place
+        return place if place is not None and place.activity else None
 
     def silence(self) -> str:
         """Why an attached learner counts as silent; empty if it does not."""

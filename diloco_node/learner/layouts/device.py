@@ -397,15 +397,17 @@ class DeviceLane:
 class LateNumbers:
     """A few numbers that are computed on a device, and read when they are there."""
 
-    def __init__(self, numbers: Tensor, room: Tensor) -> None:
+    def __init__(self, numbers: Tensor, room: Tensor | None = None) -> None:
         """Order the copy.
 
         Args:
-            numbers: shape (k,), float32. room: shape (at least k,), float32, page-locked; used until they were read.
+            numbers: shape (k,). room: shape (at least k,), float32, page-locked, used until they were read; None: own.
         """
         self._numbers = numbers
         self._event = None
         if has_streams(numbers.device):
+            if room is None:
+                room = torch.empty(numbers.numel(), dtype=torch.float32, device="cpu", pin_memory=True)
             self._numbers = room[: numbers.numel()].copy_(numbers, non_blocking=True)
             self._event = record_event(numbers.device)
 
@@ -413,6 +415,13 @@ class LateNumbers:
         """The numbers, or None as long as they are not there."""
         if self._event is not None and not self._event.query():
             return None
+        numbers: list[float] = self._numbers.tolist()
+        return numbers
+
+    def wait(self) -> list[float]:
+        """Wait for the numbers. Not in the training thread."""
+        if self._event is not None:
+            self._event.synchronize()
         numbers: list[float] = self._numbers.tolist()
         return numbers
 

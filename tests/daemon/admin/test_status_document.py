@@ -28,6 +28,7 @@ from diloco_node.daemon.admin.status_document import (
 )
 from diloco_node.daemon.learner.proxy import LearnerFacts
 from diloco_node.errors import StorageError
+from diloco_node.shared_memory import PlaceMark
 from diloco_node.transport.kernel.wire_meter import PeerTraffic
 from diloco_node.transport.link_status import LinkState, PeerStatus
 from tests.kit.hostile import TEXTS
@@ -74,6 +75,7 @@ def learner_of(status: LearnerStatus | None, **facts: Any) -> Any:
         version_area=SimpleNamespace(offered_at_ns=[(1, 3, 7)]),
         steps_total=150,
         pause=None,
+        place=PlaceMark(7, step=9, included_step=5, checkpoint_step=2),
         tokens_total=15_000,
     )
 
@@ -180,6 +182,7 @@ def test_the_rate_is_of_now_and_the_age_of_the_last_report_is_shown() -> None:
         learner.facts.tokens.add(1000 * at, now_ns=SECOND + at * SECOND // 2)
     document = status_of(view, learner)["learner"]
     assert document["report_age_seconds"] == 2.0
+    assert document["at_stake"] == {"unsaved_steps": 7, "unmerged_steps": 4}
     assert document["current_tokens_per_second"] == pytest.approx(4000 / 3.0), "a second late after two usual pauses"
 
 

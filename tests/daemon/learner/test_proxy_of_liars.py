@@ -154,10 +154,15 @@ def test_a_pause_is_that_of_the_process_that_is_attached(bench: Bench) -> None:
     bench.side.on_message(report(1, 10))
     assert bench.side.pause is not None
     assert bench.side.pause.activity == "evaluation"
+    assert bench.side.place == bench.side.pause
     bench.now_ns = 10_000 * SECOND
     assert bench.side.silence() == ""
     area[:] = PlaceMark(8, since_s=1.0, limit_s=60.0, activity="evaluation").encode()
     assert bench.side.pause is None
     assert bench.side.silence() != ""
+    area[:] = PlaceMark(7, step=9, included_step=5, checkpoint_step=2).encode()
+    assert bench.side.pause is None
+    assert bench.side.place is not None
+    assert bench.side.place.losses == {"unsaved_steps": 7, "unmerged_steps": 4}
     area[:] = bytes(PLACE_BYTES)
     assert bench.side.pause is None

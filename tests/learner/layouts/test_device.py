@@ -23,13 +23,22 @@ from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.model_watch import LOOKS_WAITED
 from diloco_node.shared_memory import MemoryStore
-from diloco_node.wire.learner_link import NO_SNAPSHOT, OfferApplied, SnapshotReady, SnapshotRequested, VersionOffered
+from diloco_node.wire.learner_link import (
+    NO_SNAPSHOT,
+    OfferApplied,
+    SnapshotDenied,
+    SnapshotReady,
+    SnapshotRequested,
+    VersionOffered,
+    Warned,
+)
 from tests.kit.device_life import FRAGMENTS, ON_THE_CPU, PLACES, RANKS, Life, Outcome, complaints
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.fakecuda import fake_device
-from tests.kit.learner_kit import Toy, region_folder
+from tests.kit.learner_kit import Toy, region_folder, session_of
 from tests.kit.planted.device_faults import DEVICE_FAULTS, planted
 from tests.kit.shard_ranks import Groups, states
+from tests.kit.waiting import until
 
 pytestmark = [
     pytest.mark.device,
@@ -291,6 +300,83 @@ def _go_on(daemon: FakeDaemon, answers: list[int]) -> None:
             if contribution.base_version == daemon.versions[index]:
                 daemon.commit(index, daemon.theta[index] - 0.125, contribution.snapshot)
         daemon.want(index)
+
+
+@pytest.mark.parametrize("is_before_the_optimizer", [True, False])
+def test_a_load_by_data_is_in_no_snapshot_though_the_look_at_it_comes_late(
+    folder: Path, is_before_the_optimizer: bool
+) -> None:
+    toy = Toy()
+    texts: list[str] = []
+
+    def train(diloco: diloco_node.Diloco, daemon: FakeDaemon) -> None:
+        toy.steps_until(diloco, daemon, SnapshotReady, 1)
+        daemon.want(1)
+        until(lambda: session_of(diloco).link.waiting_commands)
+        for parameter in toy.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        steps = [toy.optimizer.step, lambda: [parameter.data.mul_(2.0) for parameter in toy.model.parameters()]]
+        for step in reversed(steps) if is_before_the_optimizer else steps:
+            step()
+        with fake_device.no_waits():
+            diloco.step(tokens=7)
+        texts.append(daemon.wait_for(SnapshotDenied).reason)
+        toy.step(diloco)
+
+    with FakeDaemon(folder) as daemon:
+        diloco = diloco_node.attach(toy.model, toy.optimizer)
+        daemon.want(0)
+        with pytest.raises(LearnerError, match="changed between two steps by something else"), diloco:
+            train(diloco, daemon)
+        assert "changed between two steps by something else" in texts[0]
+        assert sum(isinstance(message, SnapshotReady) for message in daemon.said) == 1
+
+
+def test_a_write_by_data_is_told_on_each_device(folder: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2).to("cuda:1"), nn.Linear(2, 2).to("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, foreach=False)
+    for name, place in (("1.weight", 1), ("2.weight", 2)):
+        with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+            for step in range(6):
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+                diloco.step(tokens=7)
+                torch.cuda.synchronize(0)
+                torch.cuda.synchronize(1)
+                if step == 2:
+                    model[place].weight.data.add_(0.5)
+            assert [name for message in daemon.said if isinstance(message, Warned) and f"{name!r} was" in message.text]
+
+
+def test_versions_on_their_way_are_no_copies_that_a_search_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would read them while another stream writes them."""
+    toy = Toy()
+    is_sending, go, record_event = threading.Event(), threading.Event(), device_module.record_event
+
+    def record_late(device: torch.device) -> Any:
+        event = record_event(device)
+        if threading.current_thread().name == "diloco-encoder" and not go.is_set():
+            is_sending.set()
+            assert go.wait(60.0)
+        return event
+
+    with FakeDaemon(folder, fragments=1) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        fragments = session_of(diloco).fragments
+        for applied in range(2, 4):  # so both rooms have held all of the largest
+            daemon.commit(0, daemon.theta[0] + 0.01, NO_SNAPSHOT)
+            toy.steps_until(diloco, daemon, OfferApplied, applied)
+        toy.step(diloco)
+        diloco.checkpoint()
+        daemon.commit(0, daemon.theta[0] + 0.01, NO_SNAPSHOT)
+        until(lambda: session_of(diloco).link.waiting_commands)
+        monkeypatch.setattr(device_module, "record_event", record_late)
+        toy.step(diloco)
+        assert is_sending.wait(60.0)
+        diloco.checkpoint()
+        go.set()
+        fragments._worker.drain()
+        assert not fake_device.hazards()
 
 
 def test_an_optimizer_that_undoes_versions_is_found_without_a_wait(folder: Path) -> None:
