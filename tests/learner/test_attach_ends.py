@@ -235,10 +235,10 @@ def test_a_script_that_leaves_after_a_signal_of_its_own_handler_is_not_done(
             diloco = diloco_node.attach(toy.model, toy.optimizer)
             toy.step(diloco)
             assert not place_of(folder).is_interrupted
-            with pytest.raises(SystemExit) if way != "break" else contextlib.nullcontext():
-                with contextlib.nullcontext() if way == "no block" else diloco:
-                    while not asked:
-                        signal.raise_signal(number)
+            ends = contextlib.nullcontext() if way == "break" else pytest.raises(SystemExit)
+            with ends, contextlib.nullcontext() if way == "no block" else diloco:
+                while not asked:
+                    signal.raise_signal(number)
             assert place_of(folder).is_interrupted
             diloco.close()
             assert place_of(folder).is_interrupted
