@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Literal
 
 import torch
@@ -275,6 +274,8 @@ class Diloco:
             self.is_interrupted = not reason
             asked = "the process" if self._terminate.is_set else "rank 0, or another,"
             self._stop_if(True, reason or f"{asked} was asked to stop")
+            if reason and self._boundaries is not None:
+                end_on_final(self._boundaries, self._warn)  # also for what is saved inside the `with` block
         if boundary.wants_checkpoint and boundary.is_idle and self._boundaries is not None:
             self._checkpoints.save(self._boundaries.progress(self.global_step))
         return boundary
@@ -329,7 +330,7 @@ class Diloco:
         Raises:
             LearnerError: on another rank, or not called by all that have to.
         """
-        state = model_state(self._tensors, self._ranks, self._fragments, LearnerFragments.global_vectors)
+        state = model_state(self._tensors, self._ranks, self._fragments, LearnerFragments.global_vectors, self._session)
         self._checkpoints.give(state)
         return state
 
@@ -344,7 +345,7 @@ class Diloco:
     def save_merged(self, module: nn.Module) -> None:
         """Have the module's `state_dict()` hold the merged parameters until this learner leaves: trainers save them."""
         if self._fragments is not None and not self._is_closed:
-            self._saves.enter_context(merged_saves(module, self._tensors, self._ranks, self._fragments))
+            self._saves.enter_context(merged_saves(module, self._tensors, self._ranks, self._fragments, self._session))
 
     def finish(self, reason: str) -> None:
         """Vote for the run's end. When most regions do, or when alone, `should_stop` is set. One rank is enough."""
@@ -375,9 +376,7 @@ class Diloco:
     def __enter__(self) -> Diloco:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, GeneratorExit) and self._ranks.size > 1:
             return self._close(None)  # maybe of this rank alone: the others would wait for it, or it for them
         if error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
@@ -397,7 +396,7 @@ class Diloco:
             foreign, is_asked = "", self.should_stop
             if boundaries is not None and self._watch is not None:
                 foreign = self._watch.foreign_write()
-                end_on_final(boundaries, self._warn)
+                end_on_final(boundaries, self._warn, foreign)
             self.checkpoint()
             if boundaries and self._ranks.can_meet and (is_asked := self.should_stop or boundaries.are_asked_to_stop()):
                 if session is not None:
