@@ -31,6 +31,8 @@ LATER: Final = (
 LOOPBACK: Final = "localhost"
 """A region's, on loopback; of several on one machine, that of the first."""
 
+LOOPBACK_NAMES: Final = (LOOPBACK, "ip6-localhost", "ip6-loopback")
+
 
 @dataclass(frozen=True, slots=True)
 class NewRun:
@@ -203,9 +205,11 @@ def _is_loopback(host: str) -> bool:
     try:
         address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        name = host.lower().rstrip(".")
-        return name.endswith(LOOPBACK) or name.partition(".")[0] == socket.gethostname().lower().partition(".")[0]
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+        labels = host.lower().rstrip(".").split(".")
+        first, last = labels[0], labels[-1]
+        return last in LOOPBACK_NAMES or first in (*LOOPBACK_NAMES, socket.gethostname().lower().partition(".")[0])
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address.is_loopback or address.is_unspecified
 
 
 def _quote(text: str) -> str:

@@ -72,6 +72,14 @@ def test_regions_of_one_machine_get_folders_of_their_own_and_no_ssh(capsys: pyte
     assert Path("lab/machines/a/certs/a").is_dir()
 
 
+@pytest.mark.parametrize(
+    "host",
+    ["LOCALHOST.", "a.localhost", "localhost.localdomain", "ip6-loopback", "[::ffff:127.0.0.9]", "0.0.0.0", "[::]"],
+)
+def test_each_name_of_loopback_is_this_machine(host: str) -> None:
+    assert admin_ports({"a": "127.0.0.1:7400", "b": f"{host}:7500"}) == {"a": 7401, "b": 7402}
+
+
 def test_the_own_name_of_this_machine_is_one_of_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "Vm-1.lan")
     for name in ("vm-1", "VM-1.example.org."):
