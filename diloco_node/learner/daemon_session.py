@@ -281,8 +281,8 @@ class LearnerSession:
         place, fragments = self.place, self.fragments
         included_step = min(map(_INCLUDED_STEP, fragments.positions), default=0)
         checkpoint_step = max(checkpoint_step, place.checkpoint_step)
-        others = place.since_s, place.limit_s, place.activity, place.is_interrupted
-        self._write_place(PlaceMark(place.pid, fragments.step, included_step, checkpoint_step, *others))
+        pause = place.since_s, place.limit_s, place.activity, place.is_interrupted
+        self._write_place(PlaceMark(place.pid, fragments.step, included_step, checkpoint_step, *pause))
 
     def pause(self, activity: str, *, since_s: float, limit_s: float) -> None:
         """Write that the loop makes no steps for a while, and why; an empty activity: it goes on."""

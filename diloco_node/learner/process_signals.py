@@ -65,10 +65,10 @@ class TerminateFlag:
         """Whether SIGTERM has come. Handlers that the script has set meanwhile are stood in for from now on."""
         if threading.current_thread() is threading.main_thread() and os.getpid() == self._pid:
             for number in STOP_SIGNALS:
-                theirs = signal.getsignal(number)
+                handler = signal.getsignal(number)
                 ours = self._handlers.get(number, (signal.default_int_handler,))[0]
-                if callable(theirs) and theirs not in (ours, signal.default_int_handler):
-                    self._stand_in(number, theirs)
+                if callable(handler) and handler not in (ours, signal.default_int_handler):
+                    self._stand_in(number, handler)
         return self.is_set
 
     def leave(self) -> None:
@@ -84,32 +84,32 @@ class TerminateFlag:
             stop_s = STOP_S_DEFAULT
         return (time.monotonic() if self._set_s is None else self._set_s) + LEAVE_SHARE * stop_s
 
-    def _stand_in(self, number: int, theirs: _Handler | signal.Handlers) -> None:
+    def _stand_in(self, number: int, handler: _Handler | signal.Handlers) -> None:
         # A function of its own for each: the script's may call the one that stood there before.
-        ours = partial(self._handle, theirs)
-        self._handlers[number] = ours, theirs
+        ours = partial(self._handle, handler)
+        self._handlers[number] = ours, handler
         signal.signal(number, ours)
 
-    def _handle(self, theirs: _Handler | signal.Handlers, number: int, frame: FrameType | None) -> None:
+    def _handle(self, handler: _Handler | signal.Handlers, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
             self.is_set |= number == signal.SIGTERM
             self.has_stop = True
             self._set_s = self._set_s or time.monotonic()
             self.note()
-        elif not callable(theirs):
+        elif not callable(handler):
             # A process that the loop has forked: who ends a pool of workers waits until they are gone.
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        if callable(theirs):
-            theirs(number, frame)
+        if callable(handler):
+            handler(number, frame)
 
     def restore(self) -> None:
         """Give the signals back, unless the script has taken them meanwhile. Only the main thread can."""
         self.note = lambda: None
         if threading.current_thread() is threading.main_thread():
-            for number, (ours, theirs) in self._handlers.items():
+            for number, (ours, handler) in self._handlers.items():
                 if signal.getsignal(number) is ours:
-                    signal.signal(number, theirs)
+                    signal.signal(number, handler)
 
 
 class LearnerPlace:
