@@ -61,7 +61,8 @@ class PlaceMark:
 
     pid: of its rank 0. step: of its incarnation. included_step: of the fragment that was merged least. checkpoint_step:
     of the newest checkpoint on disk; -1: none of this process. since_s, limit_s: monotonic begin of a pause that the
-    loop has announced, and how long it may last. activity: of the pause; empty: the loop makes steps.
+    loop has announced, and how long it may last. activity: of the pause; empty: the loop makes steps. is_interrupted: a signal asked this
+    process to stop, which is no reason to end the region's part in the run.
     """
 
     pid: int
@@ -71,22 +72,23 @@ class PlaceMark:
     since_s: float = 0.0
     limit_s: float = 0.0
     activity: str = ""
+    is_interrupted: bool = False
 
     def encode(self) -> bytes:
         """As it stands in the area: PLACE_BYTES."""
         activity = self.activity.encode(errors="replace")[:_ACTIVITY_BYTES]
         numbers = (self.pid, self.step, self.included_step, self.checkpoint_step, self.since_s, self.limit_s)
-        return _PLACE.pack(*numbers, activity)
+        return _PLACE.pack(*numbers, activity, self.is_interrupted)
 
     @classmethod
     def decode(cls, raw: bytes | None) -> PlaceMark | None:
         """The inverse; None: no learner has written there, or what it wrote can't be."""
         if raw is None or len(raw) != PLACE_BYTES:
             return None
-        *numbers, activity = _PLACE.unpack(raw)
+        *numbers, activity, is_interrupted = _PLACE.unpack(raw)
         pid, step, included_step, checkpoint_step, since_s, limit_s = numbers
         words = activity.rstrip(b"\0").decode(errors="replace")
-        mark = cls(pid, step, included_step, checkpoint_step, since_s, limit_s, words)
+        mark = cls(pid, step, included_step, checkpoint_step, since_s, limit_s, words, is_interrupted)
         return mark if mark.pid > 0 and math.isfinite(mark.since_s) and math.isfinite(mark.limit_s) else None
 
     @property
@@ -99,7 +101,7 @@ class PlaceMark:
 
 
 _ACTIVITY_BYTES: Final = 40
-_PLACE: Final = struct.Struct(f"<QQQqdd{_ACTIVITY_BYTES}s")
+_PLACE: Final = struct.Struct(f"<QQQqdd{_ACTIVITY_BYTES}s?")
 PLACE_BYTES: Final = _PLACE.size
 
 

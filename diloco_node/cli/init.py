@@ -31,6 +31,8 @@ LATER: Final = (
 LOOPBACK: Final = "localhost"
 """A region's, on loopback; of several on one machine, that of the first."""
 
+LOOPBACK_NAMES: Final = (LOOPBACK, "ip6-localhost", "ip6-loopback")
+
 
 @dataclass(frozen=True, slots=True)
 class NewRun:
@@ -169,16 +171,21 @@ def run_toml(new: NewRun) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _machines(regions: Mapping[str, str | None]) -> dict[str, str]:
+    """By region the host of its machine, LOOPBACK for this one."""
+    dialled = {name: address.rpartition(":")[0] for name, address in regions.items() if address is not None}
+    hosts = {name: LOOPBACK if _is_loopback(host) else host.strip("[]") for name, host in dialled.items()}
+    # Who has no address dials the others; those of loopback can be dialled from their own machine only.
+    return {name: hosts.get(name, LOOPBACK if LOOPBACK in hosts.values() else name) for name in regions}
+
+
 def admin_ports(regions: Mapping[str, str | None]) -> dict[str, int]:
     """By region: from `ADMIN_PORT` on, the first that nothing else of the run has on its machine."""
-    dialled = {name: address.rpartition(":") for name, address in regions.items() if address is not None}
-    hosts = {name: LOOPBACK if _is_loopback(host) else host for name, (host, _, _) in dialled.items()}
-    # Who has no address dials the others; those of loopback can be dialled from their own machine only.
-    hidden = {name: LOOPBACK if LOOPBACK in hosts.values() else name for name in regions if name not in hosts}
-    ports_in_use = {(hosts[name], port) for name, (_, _, port) in dialled.items()}
+    hosts = _machines(regions)
+    ports_in_use = {(hosts[name], address.rpartition(":")[2]) for name, address in regions.items() if address}
     ports: dict[str, int] = {}
     for name in regions:
-        host = (hosts | hidden)[name]
+        host = hosts[name]
         ports[name] = next(port for port in itertools.count(ADMIN_PORT) if (host, str(port)) not in ports_in_use)
         ports_in_use.add((host, str(ports[name])))
     return ports
@@ -189,9 +196,11 @@ def _is_loopback(host: str) -> bool:
     try:
         address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        name = host.lower().rstrip(".")
-        return name.endswith(LOOPBACK) or name.partition(".")[0] == socket.gethostname().lower().partition(".")[0]
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+        labels = host.lower().rstrip(".").split(".")
+        first, last = labels[0], labels[-1]
+        return last in LOOPBACK_NAMES or first in (*LOOPBACK_NAMES, socket.gethostname().lower().partition(".")[0])
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address.is_loopback or address.is_unspecified
 
 
 def _quote(text: str) -> str:
@@ -231,11 +240,15 @@ def next_commands(folder: Path, new: NewRun) -> list[str]:
     lines += (
         ["Copy to each region:", f"  cd {shlex.quote(str(folder))}"] if folder != Path() else ["Copy to each region:"]
     )
-    for name, address in new.regions.items():
-        host = name if address is None else address.rpartition(":")[0].strip("[]")
-        unpack = f"mkdir -p {new.run_id} && tar x -C {new.run_id}"
-        lines.append(f"  tar c {files} {CERTS_NAME}/{name} | ssh {shlex.quote(host)} '{unpack}'")
-    for name in new.regions:
-        lines += ["", f"In {name}:", f"  cd {new.run_id}"]
+    hosts = _machines(new.regions)
+    # Of several on one machine each needs a folder, for its state lies there.
+    places = {name: Path("machines", name) if host == LOOPBACK else Path(new.run_id) for name, host in hosts.items()}
+    for name, host in hosts.items():
+        unpack = f"mkdir -p {places[name]} && tar x -C {places[name]}"
+        away = f"ssh {shlex.quote(host)} '{unpack}'" if host != LOOPBACK else f"({unpack})"
+        lines.append(f"  tar c {files} {CERTS_NAME}/{name} | {away}")
+    for name, host in hosts.items():
+        place = folder / places[name] if host == LOOPBACK else places[name]
+        lines += ["", f"In {name}:", f"  cd {shlex.quote(str(place))}"]
         lines += [f"  diloco-node {verb} --region {name}{command}" for verb in ("doctor", "start")]
     return [*lines, "", LATER]

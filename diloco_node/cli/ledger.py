@@ -53,6 +53,8 @@ def ledger(
                     typer.echo(json.dumps(as_document(entry), default=bytes.hex) if as_json else entry_line(entry))
             last_index = max(last_index, reader.base.index + len(reader.entries))
             if not follow:
+                if last_index < first:
+                    typer.echo(f"the last entry here is #{last_index}: none from #{first} on", err=True)
                 return
             time.sleep(PERIOD_S)
 

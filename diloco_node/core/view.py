@@ -79,6 +79,7 @@ class RegionView:
         leader: empty if unknown. learner: this region's.
         committed_versions: per fragment, by the ledger. versions: per fragment, applied here; -1: none yet.
         digests: per fragment (version, first bytes of the digest) of the last one computed here.
+        end_waits: what the run's end waits for, see `RunEnd.waiting`.
         waiting: why no (further) round is open, or what this region waits for; in words.
         fetching: (fragment, version, peer).
         rounds_committed, tokens_merged: since genesis; tokens are the mean over the fragments.
@@ -105,6 +106,7 @@ class RegionView:
     rounds: tuple[RoundView, ...]
     peers: tuple[PeerView, ...]
     participation: tuple[ParticipationView, ...]
+    end_waits: str
     waiting: str
     fetching: tuple[tuple[int, int, str], ...]
     rounds_committed: int
@@ -204,6 +206,7 @@ def region_view(
     ledger, history, leader, end = core.ledger, core.history, core.leader, core.end
     fragments = range(len(history.versions))
     reason = leader.reason if leader.is_acting else ledger.reason
+    end_waits = end.waiting(ledger.leader, now_ns=now_ns)
     return RegionView(
         region=region,
         role=str(ledger.role),
@@ -220,7 +223,8 @@ def region_view(
         rounds=round_views(leader, core.participant),
         peers=peer_views(core.liveness, now_ns=now_ns),
         participation=participation.view(),
-        waiting=end.waiting(ledger.leader, now_ns=now_ns) or upkeep.reason or reason,
+        end_waits=end_waits,
+        waiting=end_waits or upkeep.reason or reason,
         fetching=fetches.in_flight(),
         rounds_committed=history.rounds_committed,
         tokens_merged=history.account.merged_tokens(len(fragments)),

@@ -325,7 +325,7 @@ def _process_fault(document: Document) -> tuple[AlertKind, str] | None:
     if state == "done":
         return kinds.LEARNER_ENDED, f"the learner ended at step {_progress(document)}"
     exit_code, restarts = number(process, "exit_code"), number(process, "restarts") or 0.0
-    if exit_code:
+    if exit_code or (exit_code == 0 and reason):
         reason = reason or f"exit code {exit_code:.0f}"
         return kinds.LEARNER_CRASHES, f"the learner's process ended: {reason}; {restarts:.0f} restarts"
     is_perhaps_witness = not process and not number(document, "inner_steps")

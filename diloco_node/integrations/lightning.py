@@ -11,12 +11,8 @@ The trainer saves the merged parameters, in mid-run too.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -63,8 +59,7 @@ class LightningDiloco(Callback):  # type: ignore[misc]
             )
         self._tokens, self._step = 0, trainer.global_step
         stateful = self._stateful(trainer) | self._options.get("stateful", {})
-        with _beside_lightning():
-            self.diloco = attach(pl_module, trainer.optimizers[0], **{**self._options, "stateful": stateful})
+        self.diloco = attach(pl_module, trainer.optimizers[0], **{**self._options, "stateful": stateful})
         self.diloco.save_merged(pl_module)
         fit = trainer.fit_loop
         is_made_later = trainer.current_epoch > 0 and not fit.is_resuming and not fit.epoch_loop.restarting
@@ -142,26 +137,6 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         self._pause.end()
         if self.diloco is not None:
             self.diloco.__exit__(type(exception), exception, exception.__traceback__)
-
-
-@contextlib.contextmanager
-def _beside_lightning() -> Iterator[None]:
-    """Have attach() hear SIGTERM, too: Lightning's handler alone would end `fit` as if all had been trained."""
-    theirs = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or not callable(theirs):
-        yield
-        return
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        ours = signal.getsignal(signal.SIGTERM)
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            for handler in filter(callable, (ours, theirs)):
-                handler(number, frame)
-
-        signal.signal(signal.SIGTERM, handle)  # `fit` puts back what was there before it
 
 
 class _Epoch:

@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Literal
 
 import torch
@@ -50,7 +49,7 @@ from diloco_node.learner.model_state import merged_saves, model_state
 from diloco_node.learner.model_watch import ModelWatch
 from diloco_node.learner.omissions import attach_warnings
 from diloco_node.learner.pauses import BUSY_MAX_S, announce_pause
-from diloco_node.learner.process_signals import LearnerPlace, TerminateFlag, die_with_supervisor
+from diloco_node.learner.process_signals import LearnerPlace, TerminateFlag
 from diloco_node.learner.ranks import Boundary, Ranks
 from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.several_optimizers import OptimizerArgument, as_one, parameters_of
@@ -274,6 +273,8 @@ class Diloco:
             self.is_interrupted = not reason
             asked = "the process" if self._terminate.is_set else "rank 0, or another,"
             self._stop_if(True, reason or f"{asked} was asked to stop")
+            if reason and self._boundaries is not None:
+                end_on_final(self._boundaries, self._warn)  # also for what is saved inside the `with` block
         if boundary.wants_checkpoint and boundary.is_idle and self._boundaries is not None:
             self._checkpoints.save(self._boundaries.progress(self.global_step))
         return boundary
@@ -307,9 +308,8 @@ class Diloco:
 
         A checkpoint is begun first, so that a process that is ended in the pause loses no steps before it.
         """
-        session = None if self._is_closed else self._session
         save = partial(self._save, self._checkpoints.save_before_pause)
-        return announce_pause(session, activity, at_most_s, before=save)
+        return announce_pause(None if self._is_closed else self._session, activity, at_most_s, before=save)
 
     def evaluated(self, *, val_loss: HeldOutLoss = None, val_loss_global: HeldOutLoss = None) -> None:
         """Tell held-out losses, of the own and of the global parameters; waits for tensors. Raises LearnerError."""
@@ -329,7 +329,7 @@ class Diloco:
         Raises:
             LearnerError: on another rank, or not called by all that have to.
         """
-        state = model_state(self._tensors, self._ranks, self._fragments, LearnerFragments.global_vectors)
+        state = model_state(self._tensors, self._ranks, self._fragments, LearnerFragments.global_vectors, self._session)
         self._checkpoints.give(state)
         return state
 
@@ -344,7 +344,7 @@ class Diloco:
     def save_merged(self, module: nn.Module) -> None:
         """Have the module's `state_dict()` hold the merged parameters until this learner leaves: trainers save them."""
         if self._fragments is not None and not self._is_closed:
-            self._saves.enter_context(merged_saves(module, self._tensors, self._ranks, self._fragments))
+            self._saves.enter_context(merged_saves(module, self._tensors, self._ranks, self._fragments, self._session))
 
     def finish(self, reason: str) -> None:
         """Vote for the run's end. When most regions do, or when alone, `should_stop` is set. One rank is enough."""
@@ -375,9 +375,7 @@ class Diloco:
     def __enter__(self) -> Diloco:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, GeneratorExit) and self._ranks.size > 1:
             return self._close(None)  # maybe of this rank alone: the others would wait for it, or it for them
         if error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
@@ -392,11 +390,12 @@ class Diloco:
         last: Done | None = None
         session = self._session
         boundaries = None if self._is_closed else self._boundaries
+        self._terminate.leave()
         try:
-            foreign, is_asked = "", False
+            foreign, is_asked = "", self.should_stop
             if boundaries is not None and self._watch is not None:
                 foreign = self._watch.foreign_write()
-                end_on_final(boundaries, self._warn)
+                end_on_final(boundaries, self._warn, foreign)
             self.checkpoint()
             if boundaries and self._ranks.can_meet and (is_asked := self.should_stop or boundaries.are_asked_to_stop()):
                 if session is not None:
@@ -410,9 +409,9 @@ class Diloco:
             raise
         if session is not None and not self._is_closed:
             # A process that was asked to stop, this or another rank's, has not stopped for good: the next one goes on.
-            is_interrupted = (is_asked or self._terminate.is_set or self.should_stop) and session.stop_reason is None
-            counts = session.fragments.step, session.fragments.tokens
-            if not is_interrupted:
+            self.is_interrupted = session.stop_reason is None and (is_asked or self._terminate.is_set)
+            if not self.is_interrupted:
+                counts = session.fragments.step, session.fragments.tokens
                 last = Done(*counts, blocked_ns=self._blocked_ns, **self._held_out.fields)
         self._close(last)
 
@@ -428,7 +427,7 @@ class Diloco:
         if self._auto_step is not None:
             self._auto_step.close()
         if self._session is not None:
-            self._session.close(last)
+            self._session.close(last, has_stop=self.is_interrupted or self._terminate.has_stop)
         elif self._fragments is not None:
             self._fragments.close()
         self._checkpoints.wait()
@@ -447,7 +446,6 @@ class Diloco:
             return
         self._place.take()
         HERE.clear(self._checkpoints.stateful.values())
-        die_with_supervisor()
         self._terminate.install()
         description = describe(self._tensors.specs, self._tensors.boxes, self._tensors.marks)
         specs, shards = agreed(self._ranks.all_bytes(description))
@@ -458,13 +456,14 @@ class Diloco:
             self._session = LearnerSession(
                 Path(socket), Path(memory), self._tensors, listing, specs=specs, shards=shards, ranks=self._ranks
             )
-        welcome = join(self._session, self._ranks, lambda: self._terminate.is_set)
+            self._terminate.note = self._session.note_stop
+        welcome = join(self._session, self._ranks, self._terminate.is_asked)
         if welcome is None:
             self.is_interrupted = self._terminate.is_set
             self._stop_if(True, "asked to stop before the daemon answered")
             HERE.keep_all()
             if self._session is not None:
-                self._session.close(None)
+                self._session.close(None, has_stop=self.is_interrupted)
                 self._session = None
             return
         self.region, self.region_index, self.region_names = welcome.region, welcome.region_index, welcome.regions
@@ -485,7 +484,7 @@ class Diloco:
         if self._session is not None:
             self._session.resumed(self.global_step)
         self._boundaries = StepBoundaries(
-            self._ranks, self._fragments, self._session, self._checkpoints, lambda: self._terminate.is_set, self._wish
+            self._ranks, self._fragments, self._session, self._checkpoints, self._terminate.is_asked, self._wish
         )
         self._crossed(self._boundaries.place())
         if text := first.difference(self._fragments.positions):

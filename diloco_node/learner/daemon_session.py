@@ -27,7 +27,7 @@ from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.ranks import NO_ORDERS, Orders, Ranks
 from diloco_node.learner.region_shards import HERE
-from diloco_node.learner.run_clock import RunClock
+from diloco_node.learner.run_clock import RunClock, StepTimer
 from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
 from diloco_node.wire.learner_link import (
@@ -66,25 +66,7 @@ REPORT_EVERY_NS: Final = 100_000_000
 """Steps shorter than this are reported when a round may wait for them, else not all: each report costs this process a
 tenth of a millisecond, and the daemon half of one. Its next heartbeat is as far away."""
 
-STEP_TIME_DECAY: Final = 0.1
-
 _INCLUDED_STEP: Final = attrgetter("included_step")
-
-
-class StepTimer:
-    """Moving average of the time of one inner step, in nanoseconds; 0 until two steps were made."""
-
-    def __init__(self) -> None:
-        self.average_ns = 0
-        self._last_ns: int | None = None
-
-    def stepped(self, now_ns: int) -> None:
-        """An inner step ended."""
-        if self._last_ns is not None:
-            took_ns = now_ns - self._last_ns
-            before_ns = self.average_ns or took_ns
-            self.average_ns = max(1, round(before_ns + STEP_TIME_DECAY * (took_ns - before_ns)))
-        self._last_ns = now_ns
 
 
 class LearnerSession:
@@ -299,12 +281,16 @@ class LearnerSession:
         place, fragments = self.place, self.fragments
         included_step = min(map(_INCLUDED_STEP, fragments.positions), default=0)
         checkpoint_step = max(checkpoint_step, place.checkpoint_step)
-        pause = place.since_s, place.limit_s, place.activity
+        pause = place.since_s, place.limit_s, place.activity, place.is_interrupted
         self._write_place(PlaceMark(place.pid, fragments.step, included_step, checkpoint_step, *pause))
 
     def pause(self, activity: str, *, since_s: float, limit_s: float) -> None:
         """Write that the loop makes no steps for a while, and why; an empty activity: it goes on."""
         self._write_place(replace(self.place, activity=activity, since_s=since_s, limit_s=limit_s))
+
+    def note_stop(self) -> None:
+        """Write that a signal asked this process to stop. In the signal's handler: the script may end in its own."""
+        self._write_place(replace(self.place, is_interrupted=True))
 
     def _write_place(self, place: PlaceMark) -> None:
         self.place = place
@@ -427,8 +413,15 @@ class LearnerSession:
         """Wait for a command from the daemon."""
         self.link.wait(timeout_s)
 
-    def close(self, last: Done | Failed | None) -> None:
-        """Say the last word, and let go of everything."""
+    def close(self, last: Done | Failed | None, *, has_stop: bool) -> None:
+        """Say the last word, and let go of everything. has_stop: a signal asked this process, or another rank's, to
+        stop."""
+        if self._fragments is not None and self._fragments.step and not self.final_versions:
+            log.warning("the run goes on: the model holds this region's own parameters. `export` has the merged ones")
+        is_interrupted = has_stop and not isinstance(last, Done)
+        if is_interrupted and self._place_area is None:  # before the first Welcome
+            self._place_area = request_area(self._memory, PLACE_AREA, PLACE_BYTES)
+        self._write_place(replace(self.place, is_interrupted=is_interrupted))
         if last is not None:
             self.link.send(last)
         self.link.close(FLUSH_S)

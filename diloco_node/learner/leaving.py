@@ -1,7 +1,7 @@
 """The end of a run for its training script: the wish for it, and the final parameters in the model.
 
 When the run is over every rank's model holds exactly what `final.safetensors` does, without the few own steps that were
-made meanwhile: what a script saves, evaluates or goes on with after the `with` block is the result of the run.
+made meanwhile: what a script or a callback saves, evaluates or goes on with from `should_stop` on is the run's result.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ class EndWish:
             session.want_end(reasons[0])
 
 
-def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None]) -> None:
+def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None], foreign: str = "") -> None:
     """Pass the wish on, and leave the final parameters in the model if the run is over. All ranks call it.
+
+    foreign: what the script wrote to the model after its last step, in words; it is told that this is replaced.
 
     Raises:
         LearnerError: another rank is gone, or the daemon refuses this learner.
@@ -82,6 +84,8 @@ def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None]) -> Non
     for _ in boundaries.settle(FINAL_WAIT_S, until=lambda: has_all() or boundaries.is_stopping()):
         pass
     if ranks.share_bytes(b"1" if has_all() else b"") == b"1":
+        if foreign:
+            warn(f"{foreign.partition(':')[0]}: the run's final parameters replace that, as in final.safetensors")
         _place_final(fragments, session)
     elif session is not None:
         warn("the run is over, but its last versions did not come here: take final.safetensors, not this model")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, nn
 
@@ -16,7 +17,13 @@ from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.ranks import Ranks
 
+if TYPE_CHECKING:
+    from diloco_node.learner.daemon_session import LearnerSession
+
 log = logging.getLogger("diloco_node.learner")
+
+_READERS: Final[set[int]] = set()
+"""Threads that read a learner's state now."""
 
 
 def model_state(
@@ -24,13 +31,15 @@ def model_state(
     ranks: Ranks,
     fragments: LearnerFragments | None,
     vectors_of: Callable[[LearnerFragments], list[Tensor]],
+    session: LearnerSession | None = None,
 ) -> dict[str, Tensor]:
     """Return the state with these vectors as parameters, as copies on the CPU; {} on ranks other than 0.
 
     Where ranks hold parts of the model, all of them call it.
 
     Args:
-        fragments: None: alone, and the state is the model's own.
+        fragments: None: alone, and the state is the model's own. session: no version is applied while it is read here,
+            also in another thread than the loop's.
 
     Raises:
         LearnerError: on another rank of a model that each rank holds, or not called by all that have to.
@@ -42,13 +51,32 @@ def model_state(
         raise LearnerError("the parameters are on rank 0 only; broadcast them if other ranks need them")
     if fragments is None:
         return tensors.own_state(is_kept=ranks.is_first or not is_cut)
-    whole = fragments.gathered(vectors_of(fragments))
-    remainder = tensors.rest_of_state(is_kept=whole is not None)
-    return {} if whole is None else tensors.full_state(fragments.manifest, whole, remainder)
+    with _reading(None if is_cut else session):
+        whole = fragments.gathered(vectors_of(fragments))
+        remainder = tensors.rest_of_state(is_kept=whole is not None)
+        return {} if whole is None else tensors.full_state(fragments.manifest, whole, remainder)
 
 
 @contextlib.contextmanager
-def merged_saves(module: nn.Module, tensors: ModelTensors, ranks: Ranks, fragments: LearnerFragments) -> Iterator[None]:
+def _reading(session: LearnerSession | None) -> Iterator[None]:
+    """No version is applied meanwhile, and hooks leave alone what this thread asks for names by `state_dict()`."""
+    thread = threading.get_ident()
+    _READERS.add(thread)
+    try:
+        with contextlib.nullcontext() if session is None else session.link.lock:
+            yield
+    finally:
+        _READERS.discard(thread)
+
+
+@contextlib.contextmanager
+def merged_saves(
+    module: nn.Module,
+    tensors: ModelTensors,
+    ranks: Ranks,
+    fragments: LearnerFragments,
+    session: LearnerSession | None,
+) -> Iterator[None]:
     """Within it the module's `state_dict()` holds the merged parameters: trainers save the run's model in mid-run, too.
 
     So does that of the module below wrappers, and of a model of Hugging Face inside, which scripts save by itself.
@@ -60,18 +88,19 @@ def merged_saves(module: nn.Module, tensors: ModelTensors, ranks: Ranks, fragmen
         yield
         return
     replicas = replicas_in(module)
-    is_asking = not ranks.is_first  # rank 0 alone has the merged parameters
+    copies: list[nn.Module] = []
 
     def replace(path: str, owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
-        nonlocal is_asking
         # Inside of another's, which replaces it; or in a copy of the module, such as an average, with the same hook.
-        if is_asking or (path and prefix) or owner is not members[path]:
+        if not ranks.is_first or threading.get_ident() in _READERS or (path and prefix):
+            return  # rank 0 alone has the merged parameters
+        if owner is not members[path]:
+            if not path and not prefix and not copies:
+                log.warning("state_dict() of a copy of the model: that holds this region's own weights, not the merged")
+                copies.append(owner)
             return
-        is_asking = True  # what follows asks for names by state_dict() itself
-        try:
+        with _reading(session):
             full = tensors.full_state(fragments.manifest, fragments.global_vectors(), {})
-        finally:
-            is_asking = False
         for name in [name for name in state if name.startswith(prefix)]:
             values = full.get(plain_name(path + name.removeprefix(prefix), replicas))
             if values is not None:

@@ -9,8 +9,10 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from diloco_node.errors import LearnerError
 from diloco_node.unix_sockets import process_of
@@ -25,27 +27,53 @@ STOP_S_DEFAULT: Final = 20.0
 LEAVE_SHARE: Final = 0.8
 """Share of these seconds in which a learner waits for a merge of its last steps; the rest is for what it closes."""
 
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Schedulers and spot notices send them. A script that has a handler for one may leave with exit code 0."""
+
 log = logging.getLogger("diloco_node.learner")
 
 _PR_SET_PDEATHSIG: Final = 1
 
+_Handler = Callable[[int, FrameType | None], object]
+
 
 class TerminateFlag:
-    """SIGTERM asks the loop to end at a boundary, where the script has not its own handler."""
+    """SIGTERM asks the loop to end at a boundary. Handlers of the script are called as well.
+
+    Attributes:
+        is_set: SIGTERM came. has_stop: a stop signal came that is handled here, SIGTERM or another.
+        note: called at each such signal, in its handler.
+    """
 
     def __init__(self) -> None:
-        self.is_set = False
+        self.is_set = self.has_stop = False
+        self.note: Callable[[], None] = lambda: None
         self._set_s: float | None = None
-        self._before: Any = None
+        # By signal: the handler that stands here, and the one that it stands in for.
+        self._handlers: dict[int, tuple[_Handler, _Handler | signal.Handlers]] = {}
         self._pid = os.getpid()
 
     def install(self) -> None:
-        """Take SIGTERM, if nobody else has it."""
-        is_main = threading.current_thread() is threading.main_thread()
-        if not is_main:
+        """Take SIGTERM, and stand in for the script's handlers of stop signals."""
+        if threading.current_thread() is not threading.main_thread():
             log.warning("attach() was called in a thread: SIGTERM is the script's, which has to leave the loop then")
-        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._before = signal.signal(signal.SIGTERM, self._handle)
+        elif signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._stand_in(signal.SIGTERM, signal.SIG_DFL)
+        self.is_asked()
+
+    def is_asked(self) -> bool:
+        """Whether SIGTERM has come. Handlers that the script has set meanwhile are stood in for from now on."""
+        if threading.current_thread() is threading.main_thread() and os.getpid() == self._pid:
+            for number in STOP_SIGNALS:
+                handler = signal.getsignal(number)
+                ours = self._handlers.get(number, (signal.default_int_handler,))[0]
+                if callable(handler) and handler not in (ours, signal.default_int_handler):
+                    self._stand_in(number, handler)
+        return self.is_set
+
+    def leave(self) -> None:
+        """Take any stop signal for the reason why the script leaves its loop."""
+        self.is_set |= self.has_stop
 
     @property
     def deadline_s(self) -> float:
@@ -56,21 +84,32 @@ class TerminateFlag:
             stop_s = STOP_S_DEFAULT
         return (time.monotonic() if self._set_s is None else self._set_s) + LEAVE_SHARE * stop_s
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
+    def _stand_in(self, number: int, handler: _Handler | signal.Handlers) -> None:
+        # A function of its own for each: the script's may call the one that stood there before.
+        ours = partial(self._handle, handler)
+        self._handlers[number] = ours, handler
+        signal.signal(number, ours)
+
+    def _handle(self, handler: _Handler | signal.Handlers, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
-            self.is_set = True
+            self.is_set |= number == signal.SIGTERM
+            self.has_stop = True
             self._set_s = self._set_s or time.monotonic()
-        else:
+            self.note()
+        elif not callable(handler):
             # A process that the loop has forked: who ends a pool of workers waits until they are gone.
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+        if callable(handler):
+            handler(number, frame)
 
     def restore(self) -> None:
-        """Give it back, unless the script has taken it meanwhile. Only the main thread can."""
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and self._before is not None and signal.getsignal(signal.SIGTERM) == self._handle:
-            signal.signal(signal.SIGTERM, self._before)
-        self._before = None
+        """Give the signals back, unless the script has taken them meanwhile. Only the main thread can."""
+        self.note = lambda: None
+        if threading.current_thread() is threading.main_thread():
+            for number, (ours, handler) in self._handlers.items():
+                if signal.getsignal(number) is ours:
+                    signal.signal(number, handler)
 
 
 class LearnerPlace:
@@ -109,6 +148,7 @@ class LearnerPlace:
             )
         LearnerPlace.pid = self._pid = pid
         os.environ[LEARNER_VARIABLE] = f"{pid} {own_start}"
+        die_with_supervisor()
 
     @property
     def is_forked(self) -> bool:

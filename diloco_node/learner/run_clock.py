@@ -14,6 +14,24 @@ from diloco_node.core.merge.schedule import SLOWER_MAX
 STEPS_MIN: Final = 8
 """Own steps from which on the learner's share is known; until then it counts as one of median speed."""
 
+STEP_TIME_DECAY: Final = 0.1
+
+
+class StepTimer:
+    """Moving average of the time of one inner step, in nanoseconds; 0 until two steps were made."""
+
+    def __init__(self) -> None:
+        self.average_ns = 0
+        self._last_ns: int | None = None
+
+    def stepped(self, now_ns: int) -> None:
+        """An inner step ended."""
+        if self._last_ns is not None:
+            took_ns = now_ns - self._last_ns
+            before_ns = self.average_ns or took_ns
+            self.average_ns = max(1, round(before_ns + STEP_TIME_DECAY * (took_ns - before_ns)))
+        self._last_ns = now_ns
+
 
 class _Advance:
     """A figure of the run that never goes back.

@@ -135,7 +135,6 @@ class Child:
         self.name = name
         self.starts = 0
         self.restart_at_s: float | None = None
-        self.is_done = False
         self._command = command
         self._death_signal = death_signal
         self._spec = spec

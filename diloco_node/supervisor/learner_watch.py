@@ -176,18 +176,32 @@ class LearnerWatch:
             return Action.SAY
         return Action.NOTHING
 
-    def ended(self, code: int, *, lived_s: float, now_s: float, last_line: str = "", memory_kills: int = 0) -> bool:
+    def ended(
+        self,
+        code: int,
+        *,
+        lived_s: float,
+        now_s: float,
+        last_line: str = "",
+        memory_kills: int = 0,
+        place: PlaceMark | None = None,
+    ) -> bool:
         """A life is over; may the next one begin? code: as in subprocess. memory_kills: so far, see
-        `child.memory_kills`."""
+        `child.memory_kills`. place: where it stood at last."""
         self.exit_code = code
         has_hung, self._aborted_s = self._aborted_s is not None, None
-        if code == 0 and not has_hung:
-            self.state = "done"
-            return False
         self.state = "waiting"
         if has_hung:
             return True  # the next one gets twice the time, so there is no loop of hangs
+        if code == 0 and place != self.old_place and place is not None and place.is_interrupted:
+            self.reason = "a signal from outside asked it to stop, and the run goes on"
+            return True
+        if code == 0 and (place is None or place != self.old_place):
+            self.state = "done"
+            return False
         self.reason = f"{_in_words(code)} after {lived_s:.1f} s"
+        if code == 0:  # a handler of the script's, while it still imported?
+            last_line = "it ended before attach(), which the life before it had called"
         if -code in FROM_OUTSIDE:
             if -code == signal.SIGKILL and memory_kills > self._memory_kills:
                 self.reason += ": the kernel had no memory left"

@@ -13,7 +13,8 @@ How it ends (`run_supervisor`'s result is the exit code):
   daemon is started again until the disk takes what it writes.
 - the learner exits 2 before it was ever healthy (a wrong setting, a missing data path): the daemon is stopped; 2.
 - SIGTERM or SIGINT: the learner is stopped, then the daemon, each with SIGTERM, a deadline, SIGKILL; 0.
-- the learner exits 0: it is done and not started again; the daemon goes on serving the other regions.
+- the learner exits 0: it is done and not started again; the daemon goes on serving the other regions. After a signal
+  that asked it to stop, which was not the supervisor's, and before the run's end, it is started again.
 - the learner hangs, or crashes again and again (`daemon.learner.watch`): it is killed and started again, or stays
   stopped until SIGUSR1 or the next start, while the daemon votes and merges.
 
@@ -296,17 +297,20 @@ class _Supervisor:
         if child is self._learner:
             line, kills = child.log.last_line(), memory_kills()
             may_restart = self._watch.ended(
-                code, lived_s=lived_s, now_s=time.monotonic(), last_line=line, memory_kills=kills
+                code, lived_s=lived_s, now_s=time.monotonic(), last_line=line, memory_kills=kills, place=self._place()
             )
             write_process(self._spec.state_dir, self._watch.document())
+            is_done = self._watch.state == "done"
+            if not may_restart or not code:
+                exit_text += f": {'it is done' if is_done else self._watch.reason}"
             if not may_restart:
-                self.say(f"{exit_text}: {'it is done' if child.is_done else self._watch.reason}")
-                if self._forks is not None and child.is_done:
+                self.say(exit_text)
+                if self._forks is not None and is_done:
                     self._forks.close()
                 return None
         counters = self._memory.contents(COUNTERS_AREA) or b""
         has_stepped = counters != self._counters and any(counters)  # zeros are a new area
-        ran_well = child is self._learner and has_stepped and -code in FROM_OUTSIDE
+        ran_well = child is self._learner and has_stepped and (not code or -code in FROM_OUTSIDE)
         wait_s = child.schedule_restart(lived_s, ran_well=ran_well)
         self.say(f"{exit_text}: starting again in {wait_s:.1f} s")
         return None
@@ -318,7 +322,6 @@ class _Supervisor:
             if code == DISK_CODE and child.starts == 1 and lived_s < self._spec.healthy_s and not self._has_run:
                 return STORAGE_CODE
             return None
-        child.is_done = code == 0
         # A learner that never came up and says that its settings are wrong would say so for ever.
         return USAGE_CODE if code == USAGE_CODE and child.starts == 1 and lived_s < self._spec.healthy_s else None
 

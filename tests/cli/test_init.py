@@ -3,6 +3,7 @@
 import os
 import shlex
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,33 @@ def test_regions_of_one_machine_get_admin_ports_of_their_own() -> None:
     assert main(["init", "--regions", regions, "--yes"]) == 0
     ports = {name: section.admin_port for name, section in load_config(Path("run.toml")).regions.items()}
     assert ports == {"a": 7402, "b": 7404, "c": 7405, "d": 7406, "e": 7407}
+
+
+def test_regions_of_one_machine_get_folders_of_their_own_and_no_ssh(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--regions", "a=127.0.0.1:7400,b=[2001:db8::1]:7400,c", "--yes", "--out", "lab"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    copies = [line for line in out if " tar c " in line]
+    assert copies == [
+        "  tar c run.toml certs/a | (mkdir -p machines/a && tar x -C machines/a)",
+        "  tar c run.toml certs/b | ssh 2001:db8::1 'mkdir -p my-run && tar x -C my-run'",
+        "  tar c run.toml certs/c | (mkdir -p machines/c && tar x -C machines/c)",
+    ]
+    assert [line for line in out if " cd " in line] == [
+        "  cd lab",
+        "  cd lab/machines/a",
+        "  cd my-run",
+        "  cd lab/machines/c",
+    ]
+    subprocess.run(["sh", "-ec", "\n".join(["cd lab", copies[0]])], check=True)
+    assert Path("lab/machines/a/certs/a").is_dir()
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["LOCALHOST.", "a.localhost", "localhost.localdomain", "ip6-loopback", "[::ffff:127.0.0.9]", "0.0.0.0", "[::]"],
+)
+def test_each_name_of_loopback_is_this_machine(host: str) -> None:
+    assert admin_ports({"a": "127.0.0.1:7400", "b": f"{host}:7500"}) == {"a": 7401, "b": 7402}
 
 
 def test_the_own_name_of_this_machine_is_one_of_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,17 @@ def test_each_kind_of_entry_is_one_line(folder: Path, store: RegionStore, capsys
     assert printed(capsys) == list(LINES[7:])
 
 
+def test_a_beginning_beyond_the_end_is_told(
+    folder: Path, store: RegionStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.persist(1, "", 0, sealed(BODIES))
+    last = len(BODIES)
+    assert main(["ledger", str(folder), "--from", f"{last}"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["ledger", str(folder), "--from", f"{last + 1}"]) == 0
+    assert capsys.readouterr() == ("", f"the last entry here is #{last}: none from #{last + 1} on\n")
+
+
 def test_json_has_everything(folder: Path, store: RegionStore, capsys: pytest.CaptureFixture[str]) -> None:
     entries = sealed(BODIES)
     store.persist(1, "", 0, entries)

@@ -301,6 +301,23 @@ async def test_curves_and_rates_outlive_a_learner_and_a_clock(tab: Tab, tmp_path
         assert (now, counters, at) == (UNIX + 1_301 - 3_600, 1, UNIX + 1_301 - 3_600)
 
 
+async def test_an_outage_breaks_the_curve_of_speed_and_makes_one_bad_round(tab: Tab, tmp_path: Path) -> None:
+    rounds = [{"outcome": "committed", "seconds": 1, "missing": ["eu"] if at in (2, 3, 4) else []} for at in range(6)]
+    rounds += [{"outcome": "failed", "seconds": 1}, {"outcome": "committed", "seconds": 9}]
+    async with shown(ShownRun(), tmp_path) as url:
+        await open_wide(tab, url)
+        line = """import("/page/charts.js").then(({ broken }) => {
+            const { xs, ys } = broken({ xs: [0, 2, 4, 30, 32], ys: [5, 6, 7, 8, 9] }, 6);
+            return [xs, ys];
+        })"""
+        assert await tab.evaluate(line) == [[0, 2, 4, 17, 30, 32], [5, 6, 7, None, 8, 9]]
+        bad = f"""import("/page/rounds.js").then(({{ badRounds }}) => {{
+            const log = {json.dumps(rounds)};
+            return badRounds(log).map((one) => log.indexOf(one));
+        }})"""
+        assert await tab.evaluate(bad) == [2, 6, 7]
+
+
 async def test_a_report_opens_from_the_disk_and_loads_nothing(tab: Tab, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     page.write_text(page_with({"regions": [snapshot(7_200, name, has_lost=True) for name in NAMES]}))

@@ -1,5 +1,6 @@
 """Callbacks in the trainers that they are for, under a fake daemon. tests/e2e/test_frameworks.py has several ranks."""
 
+import copy
 import signal
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from diloco_node.wire.learner_link import Done, Failed, Leaving
@@ -280,6 +282,51 @@ def test_a_trainer_saves_the_merged_weights_in_mid_run_and_at_the_end(folder: Pa
     assert torch.equal(trainer.model.embedding.weight, merged), "the run's result, without own steps"
 
 
+def test_a_callback_before_ours_saves_the_result_at_the_end(folder: Path) -> None:
+    from transformers import TrainerCallback
+
+    trainer, _, _ = hf_trainer(folder, max_steps=ROWS)
+    saves: list[Tensor] = []
+    with FakeDaemon(folder, codec=Codec.FP32) as daemon:
+
+        class Saver(TrainerCallback):  # type: ignore[misc]
+            def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+                if state.global_step == 3:
+                    end_with_versions(daemon)
+
+            def on_train_end(self, *_: Any, **context: Any) -> None:
+                saves.append(context["model"].embedding.weight.detach().clone())
+
+        trainer.callback_handler.callbacks.insert(0, Saver())
+        trainer.train()
+        assert torch.equal(saves[0], merged_weight(daemon))
+
+
+def test_a_copy_of_a_trainers_model_is_the_regions_and_that_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import TrainerCallback
+
+    trainer, _, _ = hf_trainer(folder, max_steps=4)
+
+    class Copier(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **context: Any) -> None:
+            own = context["model"].embedding.weight
+            assert torch.equal(copy.deepcopy(context["model"]).state_dict()["embedding.weight"], own)
+
+    trainer.add_callback(Copier())
+    with FakeDaemon(folder):
+        trainer.train()
+    assert caplog.text.count("state_dict() of a copy of the model: that holds this region's own weights") == 1
+
+
+def end_with_versions(daemon: FakeDaemon) -> None:
+    """The run ends with a last version of each fragment."""
+    daemon.stop_learner("enough", (1, 1))
+    for fragment in range(2):
+        daemon.commit(fragment, daemon.theta[fragment] + 1, -1)
+
+
 def test_the_best_checkpoint_is_not_what_a_trainer_ends_with(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = {"eval_strategy": "steps", "save_strategy": "steps", "save_steps": 1, "eval_steps": 1}
     trainer, _, _ = hf_trainer(folder, load_best_model_at_end=True, metric_for_best_model="runtime", **options)
@@ -376,6 +423,18 @@ def test_lightning_saves_the_merged_weights_in_mid_run_and_at_the_end(folder: Pa
         state = torch.load(folder / name, weights_only=False)["state_dict"]
         assert torch.equal(state["inner.embedding.weight"], merged), name
     assert torch.equal(module.inner.embedding.weight, merged)
+
+
+def test_a_callback_before_lightnings_saves_the_result_at_the_end(folder: Path) -> None:
+    trainer, _, module = lightning_trainer(folder, max_steps=ROWS)
+    saves: list[Tensor] = []
+    with FakeDaemon(folder, codec=Codec.FP32) as daemon:
+        module.on_train_batch_end = lambda _outputs, _batch, index: end_with_versions(daemon) if index == 2 else None
+        callback = pytest.importorskip("lightning.pytorch").Callback()
+        trainer.callbacks.insert(0, callback)
+        callback.on_train_end = lambda *_: saves.append(module.inner.embedding.weight.detach().clone())
+        trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=BATCH))
+        assert torch.equal(saves[0], merged_weight(daemon))
 
 
 def test_an_exception_in_lightning_is_said(folder: Path) -> None:

@@ -17,8 +17,8 @@ from diloco_node.core.types import CarryMode, Codec
 from diloco_node.errors import LearnerError
 from diloco_node.learner import attach as attach_module
 from diloco_node.learner.checkpoint import read_checkpoint
-from diloco_node.learner.daemon_session import StepTimer
 from diloco_node.learner.revert import VERSIONS_REVERTED
+from diloco_node.learner.run_clock import StepTimer
 from diloco_node.storage.trained import Trained, TrainedCounter, read_trained
 from diloco_node.wire.learner_link import (
     NO_SNAPSHOT,

@@ -1,5 +1,6 @@
 """`diloco_node.attach` when something ends: the daemon, the learner's process, the loop."""
 
+import contextlib
 import math
 import multiprocessing
 import os
@@ -25,7 +26,14 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner import attach as attach_module
 from diloco_node.learner.attach import Diloco
 from diloco_node.learner.process_signals import LEARNER_VARIABLE, LearnerPlace
-from diloco_node.shared_memory import COUNTERS_AREA, MemoryStore, request_area
+from diloco_node.shared_memory import (
+    COUNTERS_AREA,
+    PLACE_AREA,
+    PLACE_BYTES,
+    MemoryStore,
+    PlaceMark,
+    request_area,
+)
 from diloco_node.storage.trained import AREA_BYTES, read_trained
 from diloco_node.unix_sockets import process_of
 from diloco_node.wire.learner_link import (
@@ -202,6 +210,57 @@ def test_killed_learner_leaves_its_counter_and_the_next_one_its_checkpoint(folde
         assert not [message for message in daemon.said if isinstance(message, Done)]  # it was interrupted, not done
 
 
+def place_of(folder: Path) -> PlaceMark:
+    """Where the learner stands, as the supervisor reads it."""
+    mark = PlaceMark.decode(request_area(folder / "memory.sock", PLACE_AREA, PLACE_BYTES)[:])
+    assert mark is not None
+    return mark
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("way", ["exit", "break", "no block"])
+def test_a_script_that_leaves_after_a_signal_of_its_own_handler_is_not_done(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, way: str
+) -> None:
+    toy, before, asked = Toy(), signal.getsignal(number), []
+
+    def theirs(*_: object) -> None:
+        asked.append(True)
+        if way != "break":
+            sys.exit(0)
+
+    signal.signal(number, theirs)
+    try:
+        with FakeDaemon(folder) as daemon:
+            diloco = diloco_node.attach(toy.model, toy.optimizer)
+            toy.step(diloco)
+            assert not place_of(folder).is_interrupted
+            ends = contextlib.nullcontext() if way == "break" else pytest.raises(SystemExit)
+            with ends, contextlib.nullcontext() if way == "no block" else diloco:
+                while not asked:
+                    signal.raise_signal(number)
+            assert place_of(folder).is_interrupted
+            diloco.close()
+            assert place_of(folder).is_interrupted
+            assert not [message for message in daemon.said if isinstance(message, Done | Failed)]
+            assert signal.getsignal(number) is theirs
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_script_that_leaves_after_the_runs_end_is_done_whatever_signal_came(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            daemon.stop_learner(versions=(0, 0))
+            while not diloco.should_stop:
+                toy.step(diloco)
+            signal.raise_signal(signal.SIGTERM)
+        daemon.wait_for(Done)
+        assert not place_of(folder).is_interrupted
+        assert not diloco.is_interrupted
+
+
 @pytest.mark.e2e
 def test_sigterm_before_the_daemon_is_there_ends_quietly(folder: Path) -> None:
     with start() as process:
@@ -209,6 +268,7 @@ def test_sigterm_before_the_daemon_is_there_ends_quietly(folder: Path) -> None:
         process.send_signal(signal.SIGTERM)
         code = process.wait(PATIENCE_S)
         assert code in (0, -signal.SIGTERM)
+        assert code or place_of(folder).is_interrupted
 
 
 def test_a_loop_that_is_stopped_before_a_daemon_is_there_may_still_use_everything(
@@ -681,6 +741,9 @@ def test_a_handler_that_the_script_sets_after_attach_stays(folder: Path) -> None
         with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco:
             signal.signal(signal.SIGTERM, theirs)
             toy.step(diloco)
+            signal.raise_signal(signal.SIGTERM)
+            toy.step(diloco)
+            assert diloco.is_interrupted
         assert signal.getsignal(signal.SIGTERM) is theirs
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -1,5 +1,7 @@
 """`Diloco.finish`, and the parameters that are in the model after the `with` block."""
 
+import contextlib
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,22 @@ from tests.kit.learner_kit import Toy
 
 def model_values(toy: Toy, daemon: FakeDaemon) -> list[np.ndarray]:
     """Per fragment what the model holds."""
+    return in_fragments(
+        daemon, {name: parameter.detach().cpu().numpy().ravel() for name, parameter in toy.model.named_parameters()}
+    )
+
+
+def holds_result(toy: Toy, daemon: FakeDaemon) -> bool:
+    return bytes_of(model_values(toy, daemon)) == bytes_of(daemon.theta)
+
+
+def bytes_of(vectors: list[np.ndarray]) -> bytes:
+    return b"".join(vector.tobytes() for vector in vectors)
+
+
+def in_fragments(daemon: FakeDaemon, values: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """Values by name, put together as the run cuts them."""
     assert daemon.manifest is not None
-    values = {name: parameter.detach().cpu().numpy().ravel() for name, parameter in toy.model.named_parameters()}
     return [
         np.concatenate([values[piece.name][piece.value_start : piece.value_stop] for piece in fragment.pieces])
         for fragment in daemon.manifest.fragments
@@ -46,24 +62,80 @@ def test_the_model_holds_the_final_parameters_without_own_steps(folder: Path, is
     """The daemon's stop may overtake its last versions, whose copies take a moment."""
     toy = Toy()
     with FakeDaemon(folder, codec=Codec.FP32) as daemon:
-        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
-            for _ in range(3):
-                toy.step(diloco)
-            daemon.want(0)
-            toy.steps_until(diloco, daemon, SnapshotReady, 1)
-            if is_stop_first:
-                daemon.stop_learner(versions=(1, 1))
-                steps_until_stop(toy, diloco)
-            daemon.commit(0, daemon.theta[0] + 1, 1)
-            daemon.commit(1, daemon.theta[1] - 1, -1)
-            if not is_stop_first:
-                toy.steps_until(diloco, daemon, OfferApplied, 2 + 2)
-                daemon.stop_learner(versions=(1, 1))
-                steps_until_stop(toy, diloco)
-                assert not np.array_equal(model_values(toy, daemon)[0], daemon.theta[0]), "own steps are in it"
-        for values, theta in zip(model_values(toy, daemon), daemon.theta, strict=True):
-            assert values.tobytes() == theta.tobytes()
+        diloco = diloco_node.attach(toy.model, toy.optimizer)
+        for _ in range(3):
+            toy.step(diloco)
+        daemon.want(0)
+        toy.steps_until(diloco, daemon, SnapshotReady, 1)
+        if is_stop_first:
+            daemon.stop_learner(versions=(1, 1))
+        stepping = in_background(lambda: steps_until_stop(toy, diloco))
+        daemon.commit(0, daemon.theta[0] + 1, 1)
+        daemon.commit(1, daemon.theta[1] - 1, -1)
+        if not is_stop_first:
+            daemon.wait_for(OfferApplied, 2 + 2)
+            daemon.stop_learner(versions=(1, 1))
+        stepping.result(PATIENCE_S)
+        assert holds_result(toy, daemon), "also for a script that never leaves a `with` block, or saves within it"
+        toy.step(diloco)
+        assert not holds_result(toy, daemon), "own steps are in it"
+        diloco.close()
+        assert holds_result(toy, daemon)
         assert daemon.wait_for(Done).step == diloco.steps
+
+
+def test_what_is_loaded_at_the_end_is_replaced_by_the_result_and_that_is_told(folder: Path) -> None:
+    toy = Toy()
+    best = {name: 3 * value for name, value in toy.model.state_dict().items()}
+    with FakeDaemon(folder, codec=Codec.FP32) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            for _ in range(5):
+                toy.step(diloco)
+            daemon.stop_learner(versions=(0, 0))
+            steps_until_stop(toy, diloco)
+            toy.model.load_state_dict(best)
+        assert holds_result(toy, daemon)
+        (told,) = [message.text for message in daemon.said if isinstance(message, Warned)]
+        assert "was written to after the last step, such as by a load of the best weights: the run's final" in told
+
+
+@pytest.mark.parametrize("error", [None, KeyError("rows")])
+def test_a_learner_that_leaves_early_says_whose_weights_are_left(
+    folder: Path, caplog: pytest.LogCaptureFixture, error: Exception | None
+) -> None:
+    toy = Toy()
+    with FakeDaemon(folder), contextlib.suppress(KeyError), diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        toy.step(diloco)
+        if error is not None:
+            raise error
+    assert "the run goes on: the model holds this region's own parameters. `export` has the merged ones" in caplog.text
+
+
+def test_what_other_threads_save_in_mid_run_is_one_state_of_the_run(folder: Path) -> None:
+    """A version that is applied meanwhile would be in it by half, and its memory is the daemon's next one."""
+    toy, states, is_over = Toy(), list[dict[str, torch.Tensor]](), threading.Event()
+    with FakeDaemon(folder, codec=Codec.FP32) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            diloco.save_merged(toy.model)
+
+            def save() -> None:
+                while not is_over.is_set():
+                    states.append({name: value.clone() for name, value in toy.model.state_dict().items()})
+                    states.append(diloco.global_state_dict())
+
+            savers = [in_background(save) for _ in range(2)]
+            known = [bytes_of(daemon.theta)]
+            for number in range(20):
+                daemon.commit(number % 2, daemon.theta[number % 2] + 1, -1)
+                toy.steps_until(diloco, daemon, OfferApplied, 3 + number)
+                known.append(bytes_of(daemon.theta))
+            is_over.set()
+            for saver in savers:
+                saver.result(PATIENCE_S)
+        assert states
+        for state in states:
+            values = {name: value.numpy().ravel() for name, value in state.items()}
+            assert bytes_of(in_fragments(daemon, values)) in known
 
 
 def test_the_link_does_not_describe_the_learner_while_it_takes_the_result(

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ def test_what_no_learner_wrote_is_no_place(raw: bytes | None) -> None:
 
 def test_a_place_comes_back_as_it_was_and_says_what_is_lost() -> None:
     mark = PlaceMark(7, step=30, included_step=21, checkpoint_step=12, since_s=3.5, limit_s=60.0, activity="saving")
+    assert PlaceMark.decode(replace(mark, is_interrupted=True).encode()) == replace(mark, is_interrupted=True)
     assert PlaceMark.decode(mark.encode()) == mark
     assert mark.loss == "lost: 18 steps since its checkpoint, 9 that no merge includes"
     assert PlaceMark(7, step=30).losses == {"unsaved_steps": 30, "unmerged_steps": 30}

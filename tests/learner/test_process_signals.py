@@ -7,10 +7,11 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from types import FrameType
 
 import pytest
 
-from diloco_node.learner.process_signals import TerminateFlag
+from diloco_node.learner.process_signals import STOP_SIGNALS, TerminateFlag
 
 PATIENCE_S = 180.0
 
@@ -37,14 +38,62 @@ def test_sigterm_sets_the_flag_until_it_is_given_back() -> None:
 
 
 @pytest.mark.usefixtures("before")
-@pytest.mark.parametrize("theirs", [signal.SIG_IGN, lambda *_: None])
-def test_a_handler_of_the_script_stays(theirs: signal.Handlers) -> None:
-    signal.signal(signal.SIGTERM, theirs)
+def test_a_signal_that_the_script_ignores_stays_ignored() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     flag = TerminateFlag()
     flag.install()
-    assert signal.getsignal(signal.SIGTERM) is theirs
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     signal.raise_signal(signal.SIGTERM)
-    assert not flag.is_set
+    assert not flag.has_stop
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_handler_of_the_script_is_called_and_the_signal_is_seen(number: int) -> None:
+    calls: list[object] = []
+    earlier = signal.getsignal(number)
+
+    def theirs(*arguments: object) -> None:
+        calls.append(arguments[0])
+        raise SystemExit
+
+    signal.signal(number, theirs)
+    flag, notes = TerminateFlag(), []
+    try:
+        flag.install()
+        flag.note = lambda: notes.append(len(calls))
+        with pytest.raises(SystemExit):
+            signal.raise_signal(number)
+        assert (calls, notes) == ([number], [0]), "it is noted first, for theirs may end the process"
+        assert (flag.is_asked(), flag.has_stop) == (number == signal.SIGTERM, True)
+        flag.leave()
+        assert flag.is_asked()
+        flag.restore()
+        assert signal.getsignal(number) is theirs
+    finally:
+        signal.signal(number, earlier)
+        flag.restore()
+        assert signal.getsignal(number) is earlier
+
+
+@pytest.mark.usefixtures("before")
+def test_a_handler_that_is_set_later_may_call_the_one_before() -> None:
+    calls: list[int] = []
+    flag = TerminateFlag()
+    flag.install()
+    ours = signal.getsignal(signal.SIGTERM)
+    assert callable(ours)
+
+    def theirs(number: int, frame: FrameType | None) -> None:
+        calls.append(number)
+        ours(number, frame)
+
+    signal.signal(signal.SIGTERM, theirs)
+    assert not flag.is_asked()
+    signal.raise_signal(signal.SIGTERM)
+    assert flag.is_asked()
+    assert calls == [signal.SIGTERM]
+    flag.restore()
+    assert signal.getsignal(signal.SIGTERM) is theirs
 
 
 @pytest.mark.usefixtures("before")

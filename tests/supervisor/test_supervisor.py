@@ -184,6 +184,20 @@ def test_log_and_status_say_what_a_learner_that_was_killed_has_lost(tmp_path: Pa
     )
 
 
+def test_a_learner_that_left_after_a_signal_from_outside_is_started_again(tmp_path: Path) -> None:
+    learner = NOTE + (
+        "from diloco_node.shared_memory import *\n"
+        "area = request_area(pathlib.Path(os.environ['DILOCO_SUPERVISOR']), PLACE_AREA, PLACE_BYTES)\n"
+        "life = note('learner')\n"
+        "area[:] = PlaceMark(os.getpid(), step=9, is_interrupted=life == 1).encode()\n"
+    )
+    assert run_supervisor(spec(tmp_path, NOTE + "wait_until('done')", learner)) == 0
+    assert len(lives(tmp_path, "learner")) == 2
+    log = (tmp_path / "logs" / "supervisor.log").read_text()
+    assert ": a signal from outside asked it to stop, and the run goes on: starting again in " in log
+    assert log.count(": it is done") == 1
+
+
 def test_no_child_survives_the_supervisor(tmp_path: Path) -> None:
     wait = "import signal\nnote('{}')\nsignal.pause()"
     process = start(tmp_path, NOTE + wait.format("daemon"), NOTE + wait.format("learner"))

@@ -1,6 +1,7 @@
 """transport/addresses.py: an address that leads nowhere costs a quarter of a second, whichever comes first."""
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,6 +12,9 @@ from diloco_node.errors import LinkLost
 from diloco_node.transport import addresses
 from diloco_node.transport.addresses import ADDRESSES_MAX, first_success, resolve
 from tests.kit.transport_kit import DEADLINE_S, Mesh, address
+
+LINK_S = 10.0
+"""A kernel would go on trying a dead address for two minutes, and gRPC for twenty seconds."""
 
 
 def rows(*ips: str, port: int = 7400) -> list[Any]:
@@ -126,6 +130,30 @@ async def test_a_link_comes_up_though_another_address_of_the_name_is_dead(
         _, at_a = await mesh.start("a", {"b": f"peer.example:{port}"})
         await at_a.until(lambda: at_a.is_up.get("b"))
         await at_b.until(lambda: at_b.is_up.get("a"))
+
+
+async def test_a_link_comes_up_in_seconds_though_the_names_ipv6_address_swallows_everything(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b, at_b = await mesh.start("b", {"a": None})
+    port = int(address(b).rpartition(":")[2])
+    with contextlib.ExitStack() as sockets:
+        deaf, *callers = (sockets.enter_context(socket.socket(socket.AF_INET6)) for _ in range(5))
+        try:
+            deaf.bind(("::1", port))
+        except OSError as error:
+            pytest.skip(f"no IPv6 here: {error}")
+        deaf.listen(0)
+        for caller in callers:  # nobody accepts them: the next ones are dropped, as by a firewall
+            caller.setblocking(False)
+            caller.connect_ex(("::1", port))
+        with pytest.raises(TimeoutError):
+            socket.create_connection(("::1", port), timeout=0.5)
+        name_leads_to(monkeypatch, "::1", "127.0.0.1")
+        async with asyncio.timeout(LINK_S):
+            _, at_a = await mesh.start("a", {"b": f"peer.example:{port}"})
+            await at_a.until(lambda: at_a.is_up.get("b"))
+            await at_b.until(lambda: at_b.is_up.get("a"))
 
 
 async def test_a_name_that_leads_elsewhere_later_is_followed(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,8 @@ def _headline(view: RegionView) -> str:
         return f"finished: {view.finished}"
     if view.rounds:
         first = view.rounds[0]
-        return f"fragment {first.fragment} to {first.version}: {first.waiting}"
+        round_ = f"fragment {first.fragment} to {first.version}: {first.waiting}"
+        return f"{view.end_waits}; {round_}" if view.end_waits else round_  # rounds are open nearly always
     return view.waiting
 
 

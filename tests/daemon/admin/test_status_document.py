@@ -54,6 +54,7 @@ def view_of(fragments: int = 2, **changes: Any) -> RegionView:
         "rounds": (RoundView(1, 4, Ballot(4, 2), 1, ("eu", "us"), ("us",), 2 * SECOND, 9 * SECOND, "waits for eu"),),
         "peers": (PeerView("eu", True, 40_000_000, ("us",), learner, 9),),
         "participation": (ParticipationView("eu", 3, 4), ParticipationView("us", 4, 4)),
+        "end_waits": "",
         "waiting": "not due",
         "fetching": ((1, 3, "eu"),),
         "rounds_committed": 6,
@@ -200,6 +201,7 @@ def test_a_digest_is_shown_when_every_fragment_has_been_hashed_at_its_version() 
     [
         ({}, "fragment 1 to 4: waits for eu"),
         ({"rounds": ()}, "not due"),
+        ({"end_waits": "eu's script wants the end"}, "eu's script wants the end; fragment 1 to 4: waits for eu"),
         ({"finished": "steps_max"}, "finished: steps_max"),
     ],
 )

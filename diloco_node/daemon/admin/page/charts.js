@@ -13,6 +13,7 @@ const HELD_OUT = 8;
 const HELD_OUT_DASH = [4, 4];
 const charts = new Map();
 const TWICE_S = 3;
+const PERIODS_MISSED = 3;
 const MARKS_OF_A_LETTER = 60;
 
 // Marks on the curves: what each letter stands for.
@@ -45,6 +46,20 @@ function lineOf(region, at, x, y) {
   const rows = region.rows.filter((row) => isNumber(row[x]));
   const { dash } = styleOf(at);
   return { name: region.name, xs: rows.map((row) => row[x]), ys: rows.map((row) => row[y]), tone: `c${at % COLOURS}`, colour: styleOf(at).colour, width: 1.5, dash };
+}
+
+// No line is drawn where points are missing: nobody trained there, or nobody knows.
+export function broken(line, gap) {
+  const [xs, ys] = [[], []];
+  line.xs.forEach((x, at) => {
+    if (at && x - xs.at(-1) > gap) {
+      xs.push((xs.at(-1) + x) / 2);
+      ys.push(null);
+    }
+    xs.push(x);
+    ys.push(line.ys[at]);
+  });
+  return { ...line, xs, ys };
 }
 
 // One point for each evaluation: the rows after it repeat its loss until the next.
@@ -150,7 +165,7 @@ function plot(id, place, lines, axes, marks) {
 function options(lines, axes, size) {
   const [ink, grid] = [css("--quiet"), css("--rule")];
   const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
-  const series = lines.map((line) => ({ stroke: css(line.colour), width: line.width, dash: line.dash, spanGaps: true, points: { show: line.isOptional || line.xs.length < 3 } }));
+  const series = lines.map((line) => ({ stroke: css(line.colour), width: line.width, dash: line.dash, spanGaps: !axes.isBroken, points: { show: line.isOptional || line.xs.length < 3 } }));
   return {
     ...size,
     legend: { show: false },
@@ -174,5 +189,5 @@ export function drawCharts() {
   const marks = marksNow();
   const onTokens = marks.map(([unix, letter, region]) => [tokensAt(region, unix), letter]).filter(([x]) => x !== null);
   draw("loss", "Loss over tokens", "tokens of the region's learner", [...regions.map((one, at) => lineOf(one, at, TOKENS, LOSS)), ...regions.map(ownLine), mergedLine()], { x: (value) => count(value), y: loss, tick: (value) => value.toFixed(2), range: padded }, onTokens);
-  draw("speed", "Tokens per second", store.isReport ? "over the run" : "over time", regions.map((one, at) => lineOf(one, at, 0, SPEED)), { x: (value, step) => (step < 60 ? clock(value) : clock(value).slice(0, 5)), y: count, tick: count, range: (low, high) => [0, padded(0, high)[1] || 1] }, marks);
+  draw("speed", "Tokens per second", store.isReport ? "over the run" : "over time", regions.map((one, at) => broken(lineOf(one, at, 0, SPEED), PERIODS_MISSED * one.period)), { isBroken: true, x: (value, step) => (step < 60 ? clock(value) : clock(value).slice(0, 5)), y: count, tick: count, range: (low, high) => [0, padded(0, high)[1] || 1] }, marks);
 }

@@ -110,12 +110,16 @@ function fragmentCell(fact, x, y) {
 
 // ---- the timeline
 
-const isBad = (one, usual) => one.outcome !== "committed" || list(one.missing).length > 0 || (usual !== null && one.seconds > SLOW * usual);
+// Failed, slow, or the first that a region is missing in: without it the later ones are as they can be.
+export function badRounds(log) {
+  const usual = median(log.map((one) => one.seconds));
+  const isNew = (one, before) => list(one.missing).some((name) => !list(before?.missing).includes(name));
+  return log.filter((one, at) => one.outcome !== "committed" || (usual !== null && one.seconds > SLOW * usual) || isNew(one, log[at - 1]));
+}
 
 export function drawRounds(region, view) {
   const log = region ? tables(region.status.round_log) : [];
-  const usual = median(log.map((one) => one.seconds));
-  const bad = log.filter((one) => isBad(one, usual));
+  const bad = badRounds(log);
   const chosen = (view.onlyBad ? bad : log).slice(-(view.allRounds ? ROWS_ALL : ROWS_SHOWN)).reverse();
   const open = region && region.answered !== false ? tables(region.status.rounds) : [];
   panel(
@@ -124,14 +128,14 @@ export function drawRounds(region, view) {
     h("span", { class: "note" }, region ? `as ${region.name} saw them` : ""),
     h("p", { class: "acts" }, toggle("only-bad", `Only bad (${bad.length} of ${log.length})`, view.onlyBad), toggle("all-rounds", "Show all", view.allRounds)),
     open.map((one) => h("p", { class: "open", "data-key": `${one.fragment} ${one.version}` }, h("b", {}, `fragment ${one.fragment} to v${one.version}`), ` open ${seconds(one.open_seconds)}: ${known(one.reason)}`)),
-    log.length ? strip(log, usual) : h("p", { class: "empty" }, NO_DATA),
-    chosen.length ? waterfall(chosen, usual) : log.length ? h("p", { class: "empty" }, "no bad round among those known") : null,
-    log.length ? h("ul", { class: "legend" }, PHASES.map((phase, at) => h("li", { "data-key": phase }, h("svg", { width: 16, height: 12, "aria-hidden": "true" }, block(phase, 1, 1, 14, 10)), `${at + 1} ${phase}`)), h("li", {}, "✓ merged"), h("li", {}, "! slow, or somebody missing"), h("li", {}, "✕ failed")) : null,
+    log.length ? strip(log, bad) : h("p", { class: "empty" }, NO_DATA),
+    chosen.length ? waterfall(chosen, bad) : log.length ? h("p", { class: "empty" }, "no bad round among those known") : null,
+    log.length ? h("ul", { class: "legend" }, PHASES.map((phase, at) => h("li", { "data-key": phase }, h("svg", { width: 16, height: 12, "aria-hidden": "true" }, block(phase, 1, 1, 14, 10)), `${at + 1} ${phase}`)), h("li", {}, "✓ merged"), h("li", {}, "! slow, or the first without a region"), h("li", {}, "✕ failed")) : null,
   );
 }
 
 // All rounds known, a lane per fragment, over time.
-function strip(log, usual) {
+function strip(log, bad) {
   const [width, lane] = [720, 11];
   const lanes = [...new Set(log.map((one) => one.fragment))].sort((a, b) => a - b);
   const start = Math.min(...log.map((one) => one.ended_unix - one.seconds));
@@ -139,7 +143,7 @@ function strip(log, usual) {
   const at = (unix) => 24 + ((unix - start) / Math.max(end - start, 1e-3)) * (width - 28);
   const bars = log.map((one) => {
     const [x, y] = [at(one.ended_unix - one.seconds), lanes.indexOf(one.fragment) * lane + 1];
-    const tone = one.outcome !== "committed" ? "failed" : isBad(one, usual) ? "slow" : "merged";
+    const tone = one.outcome !== "committed" ? "failed" : bad.includes(one) ? "slow" : "merged";
     const size = { width: Math.max(1.5, at(one.ended_unix) - x), height: lane - 2 };
     return h("g", {}, h("title", {}, `fragment ${one.fragment} to v${one.version}: ${one.outcome}, ${seconds(one.seconds)}`), h("rect", { x, y: tone === "failed" ? y : y + 1, ...size, height: tone === "failed" ? size.height : size.height - 2, class: `bar ${tone}` }), tone === "merged" ? null : h("path", { d: tone === "failed" ? `M${x - 1} ${y}l5 8m-5 0l5 -8` : `M${x} ${y + 4}h${Math.max(3, size.width)}`, class: "flag" }));
   });
@@ -159,14 +163,14 @@ function strip(log, usual) {
   );
 }
 
-function waterfall(rounds, usual) {
+function waterfall(rounds, bad) {
   const longest = Math.max(...rounds.map((one) => one.seconds || 0), 1e-3);
   const heads = ["ended", "fragment", "took", "phases", "missing", "waited for"];
-  return h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Table of rounds" }, h("table", { class: "rounds" }, h("thead", {}, h("tr", {}, heads.map((one) => h("th", { scope: "col" }, one)))), h("tbody", {}, rounds.map((one) => roundRow(one, usual, longest)))));
+  return h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Table of rounds" }, h("table", { class: "rounds" }, h("thead", {}, h("tr", {}, heads.map((one) => h("th", { scope: "col" }, one)))), h("tbody", {}, rounds.map((one) => roundRow(one, bad, longest)))));
 }
 
-function roundRow(one, usual, longest) {
-  const mark = one.outcome !== "committed" ? ["✕", "bad", "failed"] : isBad(one, usual) ? ["!", "warn", "merged, but slow or somebody was missing"] : ["✓", "good", "merged"];
+function roundRow(one, bad, longest) {
+  const mark = one.outcome !== "committed" ? ["✕", "bad", "failed"] : bad.includes(one) ? ["!", "warn", "merged, but slow, or the first without a region"] : ["✓", "good", "merged"];
   const waited = table(one.waited_for);
   const why = [waited.region ? `${waited.region}${waited.phase ? ` (${waited.phase})` : ""}` : "", one.reason || ""].filter(Boolean).join(": ");
   return h(
