@@ -52,7 +52,7 @@ REVISION: Final = 1
 SOURCES: Final = ("python", "de", "fr", "ru")
 BATCH, CONTEXT, SYNC_EVERY, OVERLAP, RATE = 8, 32, 16, 2, 4e-3
 UNEQUAL_BYTES: Final = tuple(part << 16 for part in (8, 4, 2, 1))
-HELD_OUT_WINDOWS, POINT_WINDOWS = 2048, 256
+HELD_OUT_WINDOWS, POINT_WINDOWS = 2048, 128
 POINTS: Final = (0.125, 0.25, 0.5, 0.75)
 """Parts of the run after which losses before and after a merge are kept; the end is one, too."""
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sources
 import torch
 from experts import EXPERTS, ExpertArm, Mixture
 from experts import train as train_experts
@@ -64,7 +65,9 @@ def test_the_alarms_are_the_products() -> None:
     assert "A-TOO-LONG ru" in opposed(-3.0).alarms
 
 
-def test_a_run_on_languages_of_their_own_tells_them_apart(tmp_path: Path) -> None:
+def test_a_run_on_languages_of_their_own_tells_them_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "HELD_OUT_WINDOWS", 64)
+    monkeypatch.setattr(sources, "POINT_WINDOWS", 16)
     records = Records(tmp_path / "r.jsonl")
     chosen = [arm for arm in ARMS if arm.name in ("own", "alone", "leaves")]
     ran = []
@@ -76,9 +79,10 @@ def test_a_run_on_languages_of_their_own_tells_them_apart(tmp_path: Path) -> Non
     results = [records.result(arm, 64, 1, "x", lambda arm=arm: run(arm)) for arm in chosen * 2]
     assert ran == ["own", "alone", "leaves"], "a finished run is not run again"
     own, alone, leaves = results[:3]
-    assert np.shape(own["losses"]), np.shape(alone["losses"]) == ((1, 4), (4, 4))
-    assert np.diag(alone["losses"]).max() < 2.5 < np.min([alone["losses"][0][1:], alone["losses"][3][:3]])
-    assert max(own["losses"][0]) < 4.0, "the merged model knows every language somewhat"
+    assert (np.shape(own["losses"]), np.shape(alone["losses"])) == ((1, 4), (4, 4))
+    assert np.diag(alone["losses"]).max() < 3.0
+    assert np.min([alone["losses"][0][1:], alone["losses"][3][:3]]) > 5.0
+    assert max(own["losses"][0]) < 5.0, "the merged model knows every language somewhat"
     assert leaves["left"][3] < leaves["losses"][0][3]
     assert own["points"][-1]["step"] == 64
     assert Records(tmp_path / "r.jsonl").result(chosen[0], 64, 1, "x", dict) == own
