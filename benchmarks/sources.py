@@ -1,7 +1,7 @@
 """Regions whose data differ: held-out loss of each source before and after merges, and the alarms they would raise.
 
     python benchmarks/sources.py --fetch              # manual pages into runs/sources, once; wants apt and dpkg
-    python benchmarks/sources.py --seeds 3            # 14 arms of 2,000 steps: half an hour on one core, resumes
+    python benchmarks/sources.py --seeds 3            # 16 arms of 2,000 steps: an hour on one core, resumes
     python benchmarks/sources.py --arms own,mix --seeds 1 --json
 
 Four sources: Python's standard library, and Debian's manual pages in German, French and Russian. Every step draws the
@@ -55,6 +55,9 @@ UNEQUAL_BYTES: Final = tuple(part << 16 for part in (8, 4, 2, 1))
 HELD_OUT_WINDOWS, POINT_WINDOWS = 2048, 128
 POINTS: Final = (0.125, 0.25, 0.5, 0.75)
 """Parts of the run after which losses before and after a merge are kept; the end is one, too."""
+
+NORMAL: Final = ("outlier", 0.0)
+"""Left out of the key of a run."""
 
 ALARMS: Final = ("A-AGAINST", "A-TOO-LONG", "A-OUTWEIGHS")
 
@@ -121,6 +124,7 @@ class Arm:
             with all windows (data-parallel); "alone", each has its own source and nothing is merged.
         leaves: from half-way the last source is there no more.
         bytes_max: of each source's text; None: all of it. batches: windows of each source in a step.
+        outlier: the last region brings so many times what it learnt, -1 for its opposite; 0: what it learnt.
     """
 
     name: str
@@ -130,6 +134,7 @@ class Arm:
     batches: tuple[int, ...] = (BATCH,) * 4
     merge: MergeRule = MergeRule.RDA
     sync_every: int = SYNC_EVERY
+    outlier: float = 0.0
 
 
 OWN: Final = Arm("own")
@@ -150,6 +155,8 @@ ARMS: Final = (
     replace(OWN, name="own_trimmed", merge=MergeRule.TRIMMED),
     replace(OWN, name="own_h64", sync_every=64),
     replace(OWN, name="own_avg", merge=MergeRule.AVG),
+    replace(OWN, name="own_flipped", outlier=-1.0),
+    replace(OWN, name="mix_flipped", regions="mix", outlier=-1.0),
 )
 
 
@@ -161,6 +168,7 @@ class WatchedRounds(Rounds):
         self.rounds = 0
         self.alarms: Counter[str] = Counter()
         self.seen: list[list[float]] = [[] for _ in range(self.learners)]
+        self.lowest = [1.0] * self.learners
         self._cosines: list[dict[str, deque[float]]] = [{} for _ in range(self.learners)]
         self._standings = [Standings(kept) for kept in self._cosines]
 
@@ -177,6 +185,8 @@ class WatchedRounds(Rounds):
             for m, contribution, value in zip(one.snapshots, one.contributions, values, strict=True):
                 kept.setdefault(contribution.learner, deque(maxlen=COSINES_KEPT)).append(value)
                 self.seen[m].append(value)
+                if len(kept[contribution.learner]) == COSINES_KEPT:
+                    self.lowest[m] = min(self.lowest[m], statistics.fmean(kept[contribution.learner]))
             self._standings[reducer].observe(body)
             facts = {"state": "training", "role": "leader", "tokens_ratio_max": self.settings.tokens_ratio_max}
             for alert in find_alerts({**facts, "standings": self._standings[reducer].document()}):
@@ -227,7 +237,8 @@ def train(arm: Arm, *, steps: int, seed: int, corpora: Sequence[Corpus]) -> dict
     if arm.regions in ("own", "mix"):
         cut = (half, steps + 1) if arm.leaves else None
         tokens = [batch * CONTEXT for batch in arm.batches]
-        rounds = WatchedRounds(settings(arm, steps), stack.shapes, stack.theta, tokens_per_step=tokens, cut_steps=cut)
+        more = {"tokens_per_step": tokens, "cut_steps": cut, "outlier": arm.outlier}
+        rounds = WatchedRounds(settings(arm, steps), stack.shapes, stack.theta, **more)
     losses = partial(_losses, stack, corpora)
     marks = {int(part * cycles) * arm.sync_every + OVERLAP for part in POINTS}
     points = []
@@ -251,6 +262,7 @@ def train(arm: Arm, *, steps: int, seed: int, corpora: Sequence[Corpus]) -> dict
         record["left"] = losses(stack.theta[-1], HELD_OUT_WINDOWS)
     if rounds:
         record["rounds"], record["alarms"] = rounds.rounds, dict(rounds.alarms)
+        record["lowest"] = rounds.lowest
         record["cosines"] = [[statistics.fmean(seen), float(np.mean(np.array(seen) < 0.0))] for seen in rounds.seen]
     return {**record, "seconds": time.perf_counter() - started}
 
@@ -276,7 +288,7 @@ class Records:
 
     def result(self, arm: Any, steps: int, seed: int, data: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The record of a run, from the file or from running it. data: the digest of its texts."""
-        settings = {name: value for name, value in asdict(arm).items() if name != "name"}
+        settings = {name: value for name, value in asdict(arm).items() if name != "name" and (name, value) != NORMAL}
         key = json.dumps([REVISION, settings, steps, seed, data], sort_keys=True)
         if key not in self._known:
             self._known[key] = {"key": key, "arm": arm.name, "steps": steps, "seed": seed, **run()}
@@ -309,13 +321,13 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         if "cosines" in runs[0]:
             total = sum((Counter(run["alarms"]) for run in runs), Counter())
             told = ", ".join(f"{alarm} {count}" for alarm, count in sorted(total.items())) or "none"
-            pairs = np.mean([run["cosines"] for run in runs], axis=0)
-            cells = [f"{cosine:.2f} ({100 * negative:.0f} %)" for cosine, negative in pairs]
+            trios = np.mean([np.c_[run["cosines"], run.get("lowest", [np.nan] * 4)] for run in runs], axis=0)
+            cells = [f"{cosine:.2f}, {low:.2f} ({100 * negative:.0f} %)" for cosine, negative, low in trios]
             alarms.append(_row(name, *cells, f"{told} of {sum(run['rounds'] for run in runs)}"))
     heads = (
         ("arm", *SOURCES, "mean", "error"),
         ("arm", "step", "before, own source", "others'", "after, own", "others'", "merged, all"),
-        ("mean cosine (negative)", *SOURCES, "rounds with an alarm"),
+        ("cosine: mean, least of 64 (negative)", *SOURCES, "rounds with an alarm"),
     )
     bodies = zip(heads, (ends, points, alarms), strict=True)
     return "\n\n".join("\n".join([_row(*head), f"|{'---|' * len(head)}", *body]) for head, body in bodies)
