@@ -81,8 +81,8 @@ class _Global:
 
 
 def merge_rule(name: str, rule: MergeRule) -> MergeRule:
-    """Embeddings and head are always averaged."""
-    return MergeRule.AVG if "embed" in name or "lm_head" in name else rule
+    """Embeddings, head and the buffers of a router are always averaged."""
+    return MergeRule.AVG if any(word in name for word in ("embed", "lm_head", "expert_bias")) else rule
 
 
 class Rounds:
@@ -177,6 +177,9 @@ class Rounds:
             self._offer(one.fragment, step)
         self._open = []
 
+    def observe(self, one: _Open, weighed: Sequence[float]) -> None:
+        """A round before it is merged, with the weights of its contributions; for who wants to look."""
+
     def own_step(self, m: int, step: int) -> int:
         """Inner steps that learner m has made after inner step `step` of the stack: all of them make each."""
         return step
@@ -237,6 +240,7 @@ class Rounds:
         missed = [self._versions_missed(m, one) for m in one.snapshots]
         clips = outliers.clips(one.contributions, self.fragments[one.fragment].piece_sizes, state.recent)
         weighed = weights.weights(one.contributions, missed, clips, settings)
+        self.observe(one, weighed)
         state.recent = state.recent.after(one.contributions)
         total = np.zeros(up.values, np.float32)
         rows = weights.coefficients(one.contributions, weighed, rules, clips)

@@ -61,8 +61,8 @@ class PlaceMark:
 
     pid: of its rank 0. step: of its incarnation. included_step: of the fragment that was merged least. checkpoint_step:
     of the newest checkpoint on disk; -1: none of this process. since_s, limit_s: monotonic begin of a pause that the
-    loop has announced, and how long it may last. activity: of the pause; empty: the loop makes steps. is_interrupted: a signal asked this
-    process to stop, which is no reason to end the region's part in the run.
+    loop has announced, and how long it may last. activity: of the pause; empty: the loop makes steps. is_interrupted: a
+    signal asked this process to stop, which is no reason to end the region's part in the run.
     """
 
     pid: int
