@@ -83,8 +83,8 @@ def _ask_once(core: Any) -> None:
             fetch.failed = _Unforgiving(fetch.failed)
 
     fetches.request = request_unforgiving
-    fetches._choose = lambda fetch, leader, alive: choose(
-        fetch, leader, [name for name in alive if name not in fetch.failed]
+    fetches._choose = lambda fetch, leader, alive, witness: choose(
+        fetch, leader, [name for name in alive if name not in fetch.failed], witness
     )
 
 
