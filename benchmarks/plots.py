@@ -271,6 +271,11 @@ def quality_table(settings: Sequence[Setting], law: Sequence[tuple[float, float]
     return "\n".join(lines)
 
 
+def _percents(points: Sequence[Point]) -> range:
+    """Ticks from 0 to above all points."""
+    return range(1 + max(4, math.ceil(max((point.y + point.error for point in points), default=0))))
+
+
 def bits_plot(settings: Sequence[Setting]) -> str:
     """Loss over bits up, by codec."""
     points = [
@@ -284,12 +289,11 @@ def bits_plot(settings: Sequence[Setting]) -> str:
         for setting in merged(settings)
         if is_plain(setting)
     ]
-    top = max(4, math.ceil(max((point.y + point.error for point in points), default=0)))
     return scatter(
         "Loss above data-parallel's by bits that a learner sends, four learners",
         ("bits per parameter and 1,000 tokens", "%"),
         points,
-        ({0.1: "0.1", 0.2: "0.2", 0.5: "0.5", 1.0: "1", 2.0: "2", 5.0: "5"}, range(top + 1)),
+        ({0.1: "0.1", 0.2: "0.2", 0.5: "0.5", 1.0: "1", 2.0: "2", 5.0: "5"}, _percents(points)),
     )
 
 
@@ -302,7 +306,7 @@ def tables(folder: Path) -> dict[str, dict[str, str]]:
             "rounds": rounds_table(rows_of(folder)),
             "quality": quality_table(settings, law),
         },
-        "notebook/results-quality.md": {"runs": table(settings)},
+        "notebook/results-quality.md": {"runs": table([line for line in merged(settings) if not is_plain(line)])},
     }
 
 
@@ -311,7 +315,8 @@ def plots(folder: Path) -> dict[str, str]:
     figures = json.loads((folder / "figures.json").read_text())
     loss, goodput = figures["loss"], figures["goodput"]
     settings = read(folder / "quality.jsonl")
-    by_size = [
+    sizes = [Point(point["parameters"], point["gap"], point["group"], point["error"]) for point in loss["points"]]
+    sizes += [
         Point(
             setting.facts["parameters"],
             setting.gap,
@@ -327,9 +332,8 @@ def plots(folder: Path) -> dict[str, str]:
         "loss.svg": scatter(
             "Loss above data-parallel's, four learners",
             ("parameters", "%"),
-            [Point(point["parameters"], point["gap"], point["group"], point["error"]) for point in loss["points"]]
-            + by_size,
-            ({1e5: "0.1 M", 1e6: "1 M", 1e7: "10 M", 1e8: "100 M"}, range(6)),
+            sizes,
+            ({1e5: "0.1 M", 1e6: "1 M", 1e7: "10 M", 1e8: "100 M"}, _percents(sizes)),
             law=loss["law"],
         ),
         "goodput.svg": scatter(
