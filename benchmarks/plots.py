@@ -1,9 +1,10 @@
-"""The plots of docs/evidence.md, and its table of rounds, from the kept results in benchmarks/results.
+"""The plots of docs/evidence.md, and tables of docs/, from the kept results in benchmarks/results.
 
     python benchmarks/plots.py
 
 `rounds*.json` are results of `peers.py --json`; of two rows for the same arm, link, size and number of regions the one
-of the last file counts. `figures.json` has what other benchmarks measured. Colours are readable on light and on dark.
+of the last file counts. `quality.jsonl` has the runs of `quality.py`. `figures.json` has what other benchmarks
+measured. Colours are readable on light and on dark.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+from quality_lines import Setting, read, table
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 DOCS = HERE.parent / "docs"
-MARKS = ("<!-- rounds: benchmarks/plots.py -->", "<!-- end of rounds -->")
 LABELS = {
     "ours": "ours",
     "ours_fp32": "ours, fp32",
@@ -57,12 +60,13 @@ STYLE = """\
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A mark of a scatter plot. x, y: values. error: half the bar through it. group: what colours it."""
+    """A mark of a scatter plot. error: half the bar through it. group: what colours it. words: beside it."""
 
     x: float
     y: float
     group: str
     error: float = 0.0
+    words: str = ""
 
 
 def document(title: str, height: float, body: Iterable[str]) -> str:
@@ -147,6 +151,7 @@ def scatter(
                 ends = [place(point.x, point.y + sign * point.error)[1] for sign in (-1, 1)]
                 body.append(f'  <path d="M{x:.1f} {ends[0]:.1f} V{ends[1]:.1f}" stroke="{colour}" stroke-width="2"/>\n')
             body.append(f'  <circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>\n')
+            body.extend([text(x + 8, y + 4, point.words)] if point.words else [])
     return document(title, bottom + 34 + ROW * len(names), body)
 
 
@@ -219,18 +224,116 @@ def after(cut: Mapping[str, Any]) -> str:
     return f"{100 * cut['made']:.0f} %{others}; {cut['back_seconds']:.1f} s"
 
 
+# ---- training quality ------------------------------------------------------------------------------------------------
+
+
+def law_percent(law: Sequence[tuple[float, float]], parameters: float) -> float:
+    """The published loss above data-parallel's, in percent, by interpolation over the logarithm of the size."""
+    (small, high), (large, low) = law
+    return high + (low - high) * math.log(parameters / small) / math.log(large / small)
+
+
+def merged(settings: Sequence[Setting]) -> list[Setting]:
+    """Those of `ours`, each size at its longest schedule."""
+    longest: dict[str, int] = {}
+    for setting in settings:
+        size = setting.facts["size"]
+        longest[size] = max(longest.get(size, 0), setting.facts["steps"])
+    ours = [setting for setting in settings if setting.facts["arm"] == "ours" and setting.gaps]
+    return [setting for setting in ours if setting.facts["steps"] == longest[setting.facts["size"]]]
+
+
+def is_plain(setting: Setting) -> bool:
+    """Whether nothing but codec, H, size and M differs from the defaults."""
+    facts = setting.facts
+    return facts["merge"] == "rda" and facts["outer"] in ("0.5 / 0.6", "0.7 / 0.3") and "," not in facts["codec"]
+
+
+def _million(setting: Setting) -> str:
+    return f"{setting.facts['parameters'] / 1e6:.2g} M"
+
+
+def quality_table(settings: Sequence[Setting], law: Sequence[tuple[float, float]]) -> str:
+    """By size, M, codec and H. Bold: above half of the law."""
+    lines = [
+        "| parameters, M | tokens each | codec up, H | bits | seeds | loss | above data-parallel | half of the law |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for setting in merged(settings):
+        if is_plain(setting):
+            facts, half = setting.facts, law_percent(law, setting.facts["parameters"]) / 2
+            mark = "**" if setting.gap > half else ""
+            lines.append(
+                f"| {_million(setting)}, {facts['learners']} | {facts['tokens'] / facts['parameters']:.2g} "
+                f"| {facts['codec']}, {facts['every']} | {setting.bits:.2f} | {len(setting.losses)} "
+                f"| {fmean(setting.losses.values()):.4f} | {mark}{setting.gap_words}{mark} | {half:.1f} % |"
+            )
+    return "\n".join(lines)
+
+
+def _percents(points: Sequence[Point]) -> range:
+    """Ticks from 0 to above all points."""
+    return range(1 + max(4, math.ceil(max((point.y + point.error for point in points), default=0))))
+
+
+def bits_plot(settings: Sequence[Setting]) -> str:
+    """Loss over bits up, by codec."""
+    points = [
+        Point(
+            setting.bits,
+            setting.gap,
+            f"{setting.facts['codec']}, {_million(setting)}",
+            setting.error,
+            f"H {setting.facts['every']}",
+        )
+        for setting in merged(settings)
+        if is_plain(setting)
+    ]
+    return scatter(
+        "Loss above data-parallel's by bits that a learner sends, four learners",
+        ("bits per parameter and 1,000 tokens", "%"),
+        points,
+        ({0.1: "0.1", 0.2: "0.2", 0.5: "0.5", 1.0: "1", 2.0: "2", 5.0: "5"}, _percents(points)),
+    )
+
+
+def tables(folder: Path) -> dict[str, dict[str, str]]:
+    """Tables by page, and by the name of the place on it."""
+    settings = read(folder / "quality.jsonl")
+    law = json.loads((folder / "figures.json").read_text())["loss"]["law"]
+    return {
+        "evidence.md": {
+            "rounds": rounds_table(rows_of(folder)),
+            "quality": quality_table(settings, law),
+        },
+        "notebook/results-quality.md": {"runs": table([line for line in merged(settings) if not is_plain(line)])},
+    }
+
+
 def plots(folder: Path) -> dict[str, str]:
     """Every plot, by its file's name."""
     figures = json.loads((folder / "figures.json").read_text())
     loss, goodput = figures["loss"], figures["goodput"]
+    settings = read(folder / "quality.jsonl")
+    sizes = [Point(point["parameters"], point["gap"], point["group"], point["error"]) for point in loss["points"]]
+    sizes += [
+        Point(
+            setting.facts["parameters"],
+            setting.gap,
+            f"ours, M = {setting.facts['learners']}, H = {setting.facts['every']}",
+            setting.error,
+        )
+        for setting in merged(settings)
+        if is_plain(setting) and setting.facts["codec"] == "int4"
+    ]
     codecs = [(row["codecs"], row["megabytes"], f"{row['megabytes']:g} MB") for row in figures["codecs"]["rows"]]
     return {
         "rounds.svg": rounds_plot(rows_of(folder)),
         "loss.svg": scatter(
             "Loss above data-parallel's, four learners",
             ("parameters", "%"),
-            [Point(point["parameters"], point["gap"], point["group"], point["error"]) for point in loss["points"]],
-            ({1e5: "0.1 M", 1e6: "1 M", 1e7: "10 M", 1e8: "100 M"}, range(6)),
+            sizes,
+            ({1e5: "0.1 M", 1e6: "1 M", 1e7: "10 M", 1e8: "100 M"}, _percents(sizes)),
             law=loss["law"],
         ),
         "goodput.svg": scatter(
@@ -243,6 +346,7 @@ def plots(folder: Path) -> dict[str, str]:
             ],
             ({1.0: "1", 2.0: "2", 4.0: "4", 8.0: "8"}, range(0, 101, 20)),
         ),
+        "bits.svg": bits_plot(settings),
         "codecs.svg": bars("Bytes that a region sends in a round", {figures["codecs"]["setting"]: codecs}),
     }
 
@@ -251,10 +355,14 @@ def main() -> int:
     """Write plots and table."""
     for name, svg in plots(RESULTS).items():
         (DOCS / "evidence" / name).write_text(svg)
-    page = DOCS / "evidence.md"
-    head, _, rest = page.read_text().partition(MARKS[0])
-    _, _, tail = rest.partition(MARKS[1])
-    page.write_text(f"{head}{MARKS[0]}\n\n{rounds_table(rows_of(RESULTS))}\n\n{MARKS[1]}{tail}")
+    for name, places in tables(RESULTS).items():
+        page = DOCS / name
+        content = page.read_text()
+        for place, rows in places.items():
+            start, end = f"<!-- {place}: benchmarks/plots.py -->", f"<!-- end of {place} -->"
+            head, _, rest = content.partition(start)
+            content = f"{head}{start}\n\n{rows}\n\n{end}{rest.partition(end)[2]}"
+        page.write_text(content)
     return 0
 
 

@@ -3,6 +3,8 @@
     python benchmarks/quality.py                      # everything: hours on one core, resumes where it stopped
     python benchmarks/quality.py --quick              # 1,200 steps, one seed, the undisturbed arms
     python benchmarks/quality.py --arms ours,half --steps 1200 --seeds 1 --json
+    python benchmarks/quality.py --arms data_parallel,ours --size 1m --every 30 --steps 2000
+    python benchmarks/quality.py --arms ours --rates 0.004 --codec topk:12.5% --every 8
 
 The real cores, codec and apply rule run in lock-step virtual time, M learners in one process, without sockets
 (`quality_merge`), on the built-in model and data (`quality_stack`). Every arm sees the same data at the same step.
@@ -13,7 +15,7 @@ chooses badly: a run scatters by 0.6 %, as much as neighbouring rates differ.)
 Arms that differ from another only by a disturbance which nobody plans (a learner cut off, or gone wild) use that other
 arm's rate.
 Finished runs are kept in a JSON-lines file, so an interrupted benchmark goes on; `REVISION` is part of their key and
-grows with every change that moves numbers.
+grows with every change that moves numbers. `quality_lines.py` makes tables of such a file, whatever its runs were.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +36,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from quality_codecs import Sparse, SparseRounds
+from quality_lines import settings_of, table
 from quality_merge import Attendance, Rounds
 from quality_stack import Batches, Inner, Stack
 
@@ -51,6 +56,16 @@ RATES: Final = (3e-3, 4e-3, 6e-3)
 HELD_OUT_WINDOWS: Final = 2048
 CUT_STARTS_AT: Final = 0.3
 """The cut begins after this part of the run: after the warm-up, early enough for 100 of 250 cycles."""
+
+SIZES: Final = {
+    "0.13m": ModelSettings(context=CONTEXT),
+    "1m": ModelSettings(layers=5, dim=128, heads=4, context=CONTEXT),
+    "10m": ModelSettings(layers=6, dim=384, heads=6, context=CONTEXT),
+    "30m": ModelSettings(layers=9, dim=512, heads=8, context=CONTEXT),
+}
+SMALLEST: Final = "0.13m"
+OUTER_TOTAL: Final = 1.25
+"""lr / (1 - mu) of the default pair 0.5 / 0.6 (D-Q5)."""
 
 SYNC_OUTER: Final = ((1.0, 0.0), (0.7, 0.6), (0.5, 0.6), (0.4, 0.8), (0.7, 0.9))
 """Tuned over, for synchronous DiLoCo: local SGD, three moderate ones, and the paper's 0.7 / 0.9."""
@@ -72,6 +87,8 @@ class Arm:
             data-parallel gets what is best for it.
         rate_of: the arm whose inner learning rate is taken; "" means that its own is tuned.
         outer_choices: pairs of outer rate and momentum that are tuned together with the inner rate.
+        sparse: what learners send instead of the settings' codec; None: that codec.
+        outer_total: see `quality_merge.Rounds`.
     """
 
     name: str
@@ -84,25 +101,30 @@ class Arm:
     beta2: float = BETAS[1]
     rate_of: str = ""
     outer_choices: tuple[tuple[float, float], ...] = ()
+    sparse: Sparse | None = None
+    outer_total: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One training run."""
+    """One training run. size: one of `SIZES`."""
 
     arm: Arm
     rate: float
     seed: int
     steps: int
+    size: str = SMALLEST
+    learners: int = LEARNERS
 
     def key(self) -> str:
         """Names everything that the result depends on."""
         arm = asdict(self.arm)
         for cosmetic in ("name", "rate_of", "outer_choices"):
             arm.pop(cosmetic)
-        if not self.arm.outlier:
-            arm.pop("outlier")  # runs from before there was any keep their key
-        shape = (LEARNERS, BATCH, CONTEXT, SYNC_EVERY)
+        for late in ("outlier", "sparse", "outer_total"):
+            if not arm[late]:
+                arm.pop(late)  # runs from before there was any keep their key
+        shape = (self.learners, BATCH, CONTEXT, SYNC_EVERY, *([self.size] if self.size != SMALLEST else []))
         return json.dumps([REVISION, arm, self.rate, self.seed, self.steps, shape], sort_keys=True)
 
 
@@ -128,10 +150,10 @@ class Summary:
         return statistics.fmean(self.losses)
 
 
-def arms_for(steps: int) -> list[Arm]:
-    """All arms that fit into so many steps."""
-    lr, momentum = default_outer(steps // SYNC_EVERY)
-    ours = RunSettings(fragments=4, sync_every=SYNC_EVERY, overlap_steps=2, outer_lr=lr, outer_momentum=momentum)
+def arms_for(steps: int, every: int = SYNC_EVERY) -> list[Arm]:
+    """All arms that fit into so many steps, merged every so many."""
+    lr, momentum = default_outer(steps // every)
+    ours = RunSettings(fragments=4, sync_every=every, overlap_steps=2, outer_lr=lr, outer_momentum=momentum)
     overwrite = replace(ours, carry=CarryMode.OVERWRITE)
     sync = replace(
         overwrite,
@@ -154,21 +176,44 @@ def arms_for(steps: int) -> list[Arm]:
         Arm("outlier", ours, outlier=1000.0, rate_of="ours"),
     ]
     for cycles in (4, 25, 100):
-        if (CUT_STARTS_AT * steps / SYNC_EVERY) + cycles + 10 <= steps / SYNC_EVERY:
+        if (CUT_STARTS_AT * steps / every) + cycles + 10 <= steps / every:
             arms.append(Arm(f"cut_{cycles}", ours, cut_cycles=cycles, rate_of="ours"))
             arms.append(Arm(f"cut_{cycles}_dropped", ours, cut_cycles=cycles, keep_cut_work=False, rate_of="ours"))
     return arms
 
 
-def attendance(included: int, seed: int) -> Attendance | None:
+def varied(arm: Arm, codec: str, merge: str, outer: str) -> Arm:
+    """The arm with another codec up, merge rule or outer rates, where the texts of the command line say so.
+
+    Raises ValueError: a text means nothing.
+    """
+    if arm.rounds is None:
+        return arm
+    name, *numbers = codec.split(":")
+    if name in ("topk", "2bit"):
+        share = float(numbers.pop(0).rstrip("%")) / 100 if name == "topk" else 1.0
+        flush = numbers[-1:] != ["drop"]
+        arm = replace(arm, sparse=Sparse(share, *map(float, numbers if flush else numbers[:-1]), flush=flush))
+    elif codec:
+        arm = replace(arm, rounds=replace(arm.rounds, codec_up=Codec(codec)))
+    rounds = replace(arm.rounds, merge=MergeRule(merge)) if merge else arm.rounds
+    if outer.startswith("auto"):
+        return replace(arm, rounds=rounds, outer_choices=(), outer_total=float(outer.partition(":")[2] or OUTER_TOTAL))
+    if outer:
+        lr, momentum = map(float, outer.split("/"))
+        return replace(arm, rounds=replace(rounds, outer_lr=lr, outer_momentum=momentum), outer_choices=())
+    return replace(arm, rounds=rounds)
+
+
+def attendance(included: int, seed: int, learners: int = LEARNERS) -> Attendance | None:
     """Who is in which round: everybody once in a block of M / included rounds, in random order; None: all."""
     if not included:
         return None
-    turns = LEARNERS // included
+    turns = learners // included
 
     def members(fragment: int, version: int) -> Sequence[int]:
         block, turn = divmod(version, turns)
-        order = np.random.default_rng([seed, 7, fragment, block]).permutation(LEARNERS)
+        order = np.random.default_rng([seed, 7, fragment, block]).permutation(learners)
         return sorted(int(m) for m in order[turn * included : (turn + 1) * included])
 
     return members
@@ -177,10 +222,10 @@ def attendance(included: int, seed: int) -> Attendance | None:
 def train(job: Job, corpus: Corpus, *, compiled: bool = False) -> dict[str, Any]:
     """One run from start to end: the record that is kept. `compiled`: see `quality_stack.Stack`."""
     arm, started = job.arm, time.perf_counter()
-    model = ModelSettings(context=CONTEXT)
+    model = SIZES[job.size]
     inner = Inner(lr=job.rate, steps=job.steps, beta2=arm.beta2)
-    stack = Stack(model, inner, replicas=LEARNERS if arm.rounds else 1, seed=job.seed, compiled=compiled)
-    data = Batches(corpus, learners=LEARNERS, batch=BATCH, context=CONTEXT, seed=job.seed)
+    stack = Stack(model, inner, replicas=job.learners if arm.rounds else 1, seed=job.seed, compiled=compiled)
+    data = Batches(corpus, learners=job.learners, batch=BATCH, context=CONTEXT, seed=job.seed)
     rounds = _rounds(job, stack) if arm.rounds else None
     for step in range(1, job.steps + 1):
         stack.step(data.separate(step - 1) if rounds else data.together(step - 1))
@@ -190,7 +235,38 @@ def train(job: Job, corpus: Corpus, *, compiled: bool = False) -> dict[str, Any]
         rounds.finish(job.steps)
     final = rounds.global_parameters() if rounds else stack.theta[0]
     loss = stack.loss(final, corpus.held_out_windows(HELD_OUT_WINDOWS, CONTEXT))
-    return {"key": job.key(), "arm": arm.name, "loss": loss, "seconds": time.perf_counter() - started}
+    result = {"key": job.key(), "arm": arm.name, "loss": loss, "seconds": round(time.perf_counter() - started, 1)}
+    return result | facts(job, rounds, stack.theta.shape[1])
+
+
+def facts(job: Job, rounds: Rounds | None, parameters: int) -> dict[str, Any]:
+    """What readers of a record want to know of its run.
+
+    bits: up, per parameter and 1,000 tokens, of a learner. autocorrelation: of merged gradients, per fragment.
+    """
+    tokens = job.steps * BATCH * CONTEXT
+    known: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "size": job.size,
+        "parameters": parameters,
+        "learners": job.learners,
+        "tokens": tokens * job.learners,
+        "steps": job.steps,
+        "rate": job.rate,
+        "seed": job.seed,
+    }
+    if rounds:
+        settings = rounds.settings
+        outer = f"{settings.outer_lr:g} / {settings.outer_momentum:g}"
+        known |= {
+            "every": settings.sync_every,
+            "codec": str(job.arm.sparse or settings.codec_up),
+            "merge": str(settings.merge),
+            "outer": f"measured, total {rounds.outer_total:g}" if rounds.outer_total else outer,
+            "bits": round(1000 * rounds.bits_up / (job.learners * parameters * tokens), 4),
+            "autocorrelation": [round(value, 3) for value in rounds.autocorrelation()],
+        }
+    return known
 
 
 def _rounds(job: Job, stack: Stack) -> Rounds:
@@ -200,29 +276,30 @@ def _rounds(job: Job, stack: Stack) -> Rounds:
     if arm.cut_cycles:
         start = int(CUT_STARTS_AT * job.steps) // settings.sync_every * settings.sync_every
         cut = (start, start + arm.cut_cycles * settings.sync_every)
-    return Rounds(
-        settings,
-        stack.shapes,
-        stack.theta,
-        tokens_per_step=BATCH * CONTEXT,
-        attendance=attendance(arm.included, job.seed),
-        cut_steps=cut,
-        keep_cut_work=arm.keep_cut_work,
-        share=arm.share,
-        outlier=arm.outlier,
-    )
+    disturbances: dict[str, Any] = {
+        "tokens_per_step": BATCH * CONTEXT,
+        "attendance": attendance(arm.included, job.seed, job.learners),
+        "cut_steps": cut,
+        "keep_cut_work": arm.keep_cut_work,
+        "share": arm.share,
+        "outlier": arm.outlier,
+        "outer_total": arm.outer_total,
+    }
+    if arm.sparse:
+        return SparseRounds(settings, stack.shapes, stack.theta, sparse=arm.sparse, **disturbances)
+    return Rounds(settings, stack.shapes, stack.theta, **disturbances)
 
 
 class Cache:
-    """Finished runs in a JSON-lines file; a line is written when its run ends."""
+    """Finished runs in a JSON-lines file; a line is written when its run ends. asked: the records asked for, by key."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._known: dict[str, float] = {}
+        self._known: dict[str, dict[str, Any]] = {}
+        self.asked: dict[str, dict[str, Any]] = {}
         if path.exists():
-            for line in path.read_text().splitlines():
-                record = json.loads(line)
-                self._known[record["key"]] = record["loss"]
+            records = map(json.loads, path.read_text().splitlines())
+            self._known = {record["key"]: record for record in records}
 
     def loss(self, job: Job, run: Callable[[Job], dict[str, Any]]) -> float:
         """The loss of a job, from the file or from running it."""
@@ -232,15 +309,11 @@ class Cache:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
-            self._known[key] = record["loss"]
-            outer = f" outer {job.arm.rounds.outer_lr}/{job.arm.rounds.outer_momentum}" if job.arm.rounds else ""
-            print(
-                f"{job.arm.name:>16} lr {job.rate:g}{outer} seed {job.seed}: {record['loss']:.4f} "
-                f"({record['seconds']:.0f} s)",
-                file=sys.stderr,
-                flush=True,
-            )
-        return self._known[key]
+            self._known[key] = record
+            shown = {name: value for name, value in record.items() if name not in ("key", "date")}
+            print(", ".join(f"{name} {value}" for name, value in shown.items()), file=sys.stderr, flush=True)
+        self.asked[key] = self._known[key]
+        return float(self._known[key]["loss"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,12 +324,15 @@ class Plan:
         steps: of a measured run. tune_steps: of a run that only helps to choose the inner rate.
         seeds: every setting that is weighed runs with all of them.
         rates: the inner learning rates to choose from; of a single one nothing is tuned.
+        size, learners: of every run.
     """
 
     steps: int
     tune_steps: int
     seeds: tuple[int, ...]
     rates: tuple[float, ...] = RATES
+    size: str = SMALLEST
+    learners: int = LEARNERS
 
 
 def summarise(
@@ -276,7 +352,7 @@ def summarise(
 
 
 def _losses(arm: Arm, rate: float, steps: int, plan: Plan, loss_of: Callable[[Job], float]) -> list[float]:
-    return [loss_of(Job(arm, rate, seed, steps)) for seed in plan.seeds]
+    return [loss_of(Job(arm, rate, seed, steps, plan.size, plan.learners)) for seed in plan.seeds]
 
 
 def _tuned_rate(arm: Arm, plan: Plan, loss_of: Callable[[Job], float], tried: dict[str, float]) -> float:
@@ -330,21 +406,6 @@ def verdicts(summaries: Sequence[Summary]) -> dict[str, dict[str, Any]]:
     return checks
 
 
-def table(summaries: Sequence[Summary]) -> str:
-    """Markdown."""
-    reference = next((one.mean for one in summaries if one.name == "data_parallel"), None)
-    lines = [
-        "| arm | inner lr | outer lr / momentum | loss (mean) | spread | to data-parallel |",
-        "|---|---|---|---|---|---|",
-    ]
-    for one in summaries:
-        outer = f"{one.outer[0]:g} / {one.outer[1]:g}" if one.outer else ""
-        spread = max(one.losses) - min(one.losses)
-        gap = f"{100 * (one.mean / reference - 1):+.2f} %" if reference else ""
-        lines.append(f"| {one.name} | {one.rate:g} | {outer} | {one.mean:.4f} | {spread:.4f} | {gap} |")
-    return "\n".join(lines)
-
-
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -353,6 +414,14 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tune-steps", type=int, default=4000, help="of the runs that choose the inner learning rate")
     parser.add_argument("--rates", default="", help="inner learning rates, comma-separated; one: nothing is tuned")
     parser.add_argument("--seeds", type=int, default=3, help="how many")
+    parser.add_argument("--size", choices=SIZES, default=SMALLEST)
+    parser.add_argument("--learners", type=int, default=LEARNERS)
+    parser.add_argument("--every", type=int, default=SYNC_EVERY, help="H")
+    parser.add_argument(
+        "--codec", default="", help="up: int4, ..., topk:12.5%%, 2bit; the last two with :FEEDBACK, :drop"
+    )
+    parser.add_argument("--merge", default="", help="rda or avg")
+    parser.add_argument("--outer", default="", help="RATE/MOMENTUM, or auto[:TOTAL] by the measured autocorrelation")
     parser.add_argument("--quick", action="store_true", help="1,200 steps, one seed, data_parallel sync_diloco ours")
     parser.add_argument("--cache", type=Path, default=Path("runs/quality.jsonl"))
     parser.add_argument("--compile", action="store_true", help="a fifth faster; needs a C++ compiler")
@@ -361,8 +430,12 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.quick:
         options.steps, options.seeds = 1200, 1
         options.arms = options.arms or "data_parallel,sync_diloco,ours"
-    known = [arm.name for arm in arms_for(options.steps)]
+    known = [arm.name for arm in arms_for(options.steps, options.every)]
     unknown = sorted(set(filter(None, options.arms.split(","))) - set(known))
+    try:
+        varied(arms_for(options.steps)[2], options.codec, options.merge, options.outer)
+    except (TypeError, ValueError) as error:
+        parser.error(f"--codec, --merge or --outer: {error}; see --help")
     if unknown:
         parser.error(f"unknown arms {', '.join(unknown)}; at {options.steps} steps there are {', '.join(known)}")
     return options
@@ -372,21 +445,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is asked for and print it."""
     options = parsed(arguments)
     torch.set_num_threads(1)
-    corpus, cache, every = load_corpus(), Cache(options.cache), arms_for(options.steps)
+    corpus, cache = load_corpus(), Cache(options.cache)
+    arms = arms_for(options.steps, options.every)
+    every = [varied(arm, options.codec, options.merge, options.outer) for arm in arms]
     wanted = [arm for arm in every if not options.arms or arm.name in options.arms.split(",")]
 
     def loss_of(job: Job) -> float:
         return cache.loss(job, lambda job: train(job, corpus, compiled=options.compile))
 
     rates = tuple(float(rate) for rate in options.rates.split(",")) if options.rates else RATES
-    plan = Plan(options.steps, min(options.tune_steps, options.steps), tuple(range(1, options.seeds + 1)), rates)
+    seeds = tuple(range(1, options.seeds + 1))
+    tune_steps = min(options.tune_steps, options.steps)
+    plan = Plan(options.steps, tune_steps, seeds, rates, options.size, options.learners)
     summaries = summarise(wanted, plan, loss_of, every)
     checks = verdicts(summaries)
     if options.json:
-        arms = [{**asdict(one), "mean": one.mean} for one in summaries]
-        print(json.dumps({"steps": options.steps, "seeds": plan.seeds, "arms": arms, "checks": checks}))
+        measured = [{**asdict(one), "mean": one.mean} for one in summaries]
+        print(json.dumps({"steps": options.steps, "seeds": plan.seeds, "arms": measured, "checks": checks}))
         return 0
-    print(table(summaries))
+    print(table(settings_of(cache.asked.values())))
     for name, one in checks.items():
         print(f"{'yes' if one['holds'] else 'NO '}  {name}: {one['percent']:+.2f} % (at most {one['percent_max']:g} %)")
     return 0

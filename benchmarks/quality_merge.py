@@ -22,7 +22,7 @@ from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, positio
 from diloco_node.core.merge.fragments import Fragment, TensorSpec, build_manifest
 from diloco_node.core.types import CarryMode, Contribution, FragmentPosition, MergeRule, RunSettings
 from diloco_node.daemon.effects.open_stripes import add_trimmed
-from diloco_node.numeric import F32
+from diloco_node.numeric import F32, F64
 
 Attendance = Callable[[int, int], Sequence[int]]
 """(fragment, version) -> the learners that are included in the round, in order."""
@@ -75,6 +75,7 @@ class _Global:
 
     theta: F32
     momentum: F32
+    merged: F32
     version: int = 0
     clock: FragmentPosition = field(default_factory=lambda: FragmentPosition(0, 0, 0, 0))
     recent: outliers.RecentRounds = field(default_factory=outliers.RecentRounds)
@@ -101,6 +102,12 @@ class Rounds:
         keep_cut_work: False throws away what the cut learner did: it returns with the new global parameters.
         outlier: what the last learner offers is so many times as long as what it learnt; 0: it is what it learnt.
         share: scale rounds that hold carried work back to one cycle (the design); False for comparison.
+        outer_total: outer momentum is the mean autocorrelation so far, and so much of a constant gradient is taken in
+            the end; 0: the settings' rates.
+
+    Attributes:
+        bits_up: of all contributions so far, as they would travel.
+        cosines: per fragment, of each merged outer gradient with the one before it.
     """
 
     def __init__(
@@ -115,6 +122,7 @@ class Rounds:
         keep_cut_work: bool = True,
         share: bool = True,
         outlier: float = 0.0,
+        outer_total: float = 0.0,
     ) -> None:
         self.settings, self.theta = settings, theta
         self.attendance = attendance
@@ -128,9 +136,13 @@ class Rounds:
         self._where = [_positions(fragment, starts) for fragment in self.fragments]
         self._up = [FragmentBlocks(fragment.piece_sizes, settings.codec_up) for fragment in self.fragments]
         self._down = [FragmentBlocks(fragment.piece_sizes, settings.codec_down) for fragment in self.fragments]
-        self.learners = theta.shape[0]
+        self.learners, self.outer_total = theta.shape[0], outer_total
+        self.bits_up = 0
+        self.cosines: list[list[float]] = [[] for _ in self.fragments]
         first = FragmentPosition(base_version=0, cycle_start_step=0, included_step=0, included_tokens=0)
-        self.globals = [_Global(theta[0, where].copy(), np.zeros(len(where), np.float32)) for where in self._where]
+        self.globals = [
+            _Global(theta[0, where].copy(), *np.zeros((2, len(where)), np.float32)) for where in self._where
+        ]
         self.copies = [[_Copy(state.theta.copy(), first) for state in self.globals] for _ in range(self.learners)]
         self._open: list[_Open] = []
         self._is_last = False
@@ -207,12 +219,12 @@ class Rounds:
             self._offer(fragment, step)
 
     def _contribute(self, one: _Open, m: int, step: int) -> None:
-        copy, blocks, step = self.copies[m][one.fragment], self._up[one.fragment], self.own_step(m, step)
+        copy, step = self.copies[m][one.fragment], self.own_step(m, step)
         values = self.theta[m, self._where[one.fragment]]
-        encoded = np.empty(blocks.encoded_bytes, np.uint8)
         is_wild = self.outlier and m == self.learners - 1
         offered = copy.base + self.outlier * (values - copy.base) if is_wild else values
-        norms = kernels.encode_delta(blocks, copy.base, offered, encoded)
+        encoded, norms, bits = self._encoded(m, one.fragment, copy.base, offered, is_last=one.is_last)
+        self.bits_up += bits
         tokens = step * self.tokens_per_step[m]
         self._snapshots_taken += 1
         one.snapshots[m] = _Snapshot(values, step, tokens)
@@ -230,6 +242,27 @@ class Rounds:
                 squared_norms=tuple(norms.tolist()),
             )
         )
+
+    def _encoded(
+        self, m: int, fragment: int, base: F32, offered: F32, *, is_last: bool
+    ) -> tuple[NDArray[np.uint8], F64, int]:
+        """Return a contribution as bytes for `_commit`, its squared norms per piece, and the bits that travel."""
+        blocks = self._up[fragment]
+        encoded = np.empty(blocks.encoded_bytes, np.uint8)
+        return encoded, kernels.encode_delta(blocks, base, offered, encoded), 8 * encoded.size
+
+    def autocorrelation(self) -> list[float]:
+        """Mean cosine of successive merged outer gradients, per fragment; 0 before there were two."""
+        return [float(np.mean(cosines)) if cosines else 0.0 for cosines in self.cosines]
+
+    def _outer_rates(self, one: _Open) -> tuple[float, float]:
+        """As `core.merge.outer.outer_rates`, but for `outer_total`."""
+        if one.is_last:
+            return 1.0, 0.0
+        if not self.outer_total:
+            return self.settings.outer_lr, self.settings.outer_momentum
+        momentum = min(max(self.autocorrelation()[one.fragment], 0.0), 0.9)
+        return self.outer_total * (1.0 - momentum), momentum
 
     def _commit(self, one: _Open) -> None:
         """Weigh, sum, encode, outer step: what leader, reducers and regions do."""
@@ -255,15 +288,13 @@ class Rounds:
         norms = kernels.encode(down, total, merged)
         share = weights.share(weighed, missed) if self.share and not one.is_last else 1.0
         factors = weights.factors(one.contributions, weighed, rules, clips, norms.tolist(), share=share)
-        kernels.outer_step(
-            down,
-            merged,
-            np.array(factors, np.float32),
-            # As `core.merge.outer.outer_rates`.
-            *((1.0, 0.0) if one.is_last else (settings.outer_lr, settings.outer_momentum)),
-            state.theta,
-            state.momentum,
-        )
+        lr, mu = self._outer_rates(one)
+        decayed = np.float32(mu) * state.momentum
+        kernels.outer_step(down, merged, np.array(factors, np.float32), lr, mu, state.theta, state.momentum)
+        before, state.merged = state.merged, state.momentum - decayed
+        lengths = float(np.linalg.norm(before) * np.linalg.norm(state.merged))
+        if lengths and not one.is_last:
+            self.cosines[one.fragment].append(float(before @ state.merged) / lengths)
         state.version = one.version
         for m, snapshot in one.snapshots.items():
             copy = self.copies[m][one.fragment]

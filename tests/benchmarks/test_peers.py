@@ -193,4 +193,7 @@ def test_page_and_plots_show_the_kept_results() -> None:
     for name, svg in plots.plots(plots.RESULTS).items():
         assert (plots.DOCS / "evidence" / name).read_text() == svg, "run benchmarks/plots.py"
         assert ElementTree.fromstring(svg).tag.endswith("svg")
-    assert plots.rounds_table(plots.rows_of(plots.RESULTS)) in (plots.DOCS / "evidence.md").read_text()
+    for page, places in plots.tables(plots.RESULTS).items():
+        for place, table in places.items():
+            marked = f"<!-- {place}: benchmarks/plots.py -->\n\n{table}\n\n<!-- end of {place} -->"
+            assert marked in (plots.DOCS / page).read_text(), "run benchmarks/plots.py"
