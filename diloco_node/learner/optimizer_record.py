@@ -94,11 +94,11 @@ class OptimizerRecord:
             before = self.slices.get(device)
             if before is None or before.shape != slices.shape or (slices.is_cpu and torch.equal(slices, before)):
                 continue
-            other = _apart(slices, before).clamp(max=TOLD), partial(self._name_of_change, before, slices)
+            entry = _apart(slices, before).clamp(max=TOLD), partial(self._name_of_change, before, slices)
             if device == now.device:
-                changes[0] = torch.maximum(change, other[0]), other[1]
+                changes[0] = torch.maximum(change, entry[0]), entry[1]
             else:
-                changes.append(other)
+                changes.append(entry)
         return changes
 
     def _name_of_change(self, before: Tensor, now: Tensor) -> str:

@@ -164,7 +164,7 @@ class SliceReader:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = tuple(tensors)
         self._sharded = {place for place, tensor in enumerate(self._tensors) if is_sharded(tensor)}
-        self._places: list[tuple[int, ...]] = []
+        self._places: list[tuple[Any, ...]] = []
         # By device and number of the tensor. Those of BORROWED keep no memory.
         self._slices: dict[torch.device, dict[int, Tensor]] = {}
 
@@ -176,14 +176,14 @@ class SliceReader:
         places = [*zip(map(_PLACE, shards), map(_COUNT, shards), strict=True)]
         if places != self._places:
             self._slices, self._places = {}, places
-            for number, part in _slices(shards):
-                self._slices.setdefault(part.device, {})[number] = part
+            for number, values in _slices(shards):
+                self._slices.setdefault(values.device, {})[number] = values
         return {device: torch.cat([*slices.values()]) for device, slices in self._slices.items()}
 
     def number_at(self, device: torch.device, place: int) -> int:
         """Number of the tensor whose slice is at a place of what was read of a device."""
         slices = self._slices[device]
-        return [*slices][bisect_right([*accumulate(part.numel() for part in slices.values())], place)]
+        return [*slices][bisect_right([*accumulate(map(_COUNT, slices.values()))], place)]
 
 
 def _slices(shards: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:

@@ -56,7 +56,7 @@ def test_a_pause_begins_with_a_checkpoint_of_the_step_before_it(folder: Path, mo
         for _ in range(3):
             toy.step(diloco)
         diloco.checkpoint()
-        assert place(folder).loss.startswith("lost: 0 steps since its checkpoint"), "before any further step"
+        assert place(folder).losses["unsaved_steps"] == 0, "before any further step"
         for _ in range(4):
             toy.step(diloco)
         assert place(folder).checkpoint_step == 3
@@ -120,7 +120,7 @@ def test_a_place_comes_back_as_it_was_and_says_what_is_lost() -> None:
     mark = PlaceMark(7, step=30, included_step=21, checkpoint_step=12, since_s=3.5, limit_s=60.0, activity="saving")
     assert PlaceMark.decode(replace(mark, is_interrupted=True).encode()) == replace(mark, is_interrupted=True)
     assert PlaceMark.decode(mark.encode()) == mark
-    assert mark.loss == "lost: 18 steps since its checkpoint, 9 that no merge includes"
+    assert mark.losses == {"unsaved_steps": 18, "unmerged_steps": 9}
     assert PlaceMark(7, step=30).losses == {"unsaved_steps": 30, "unmerged_steps": 30}
 
 

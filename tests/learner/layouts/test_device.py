@@ -345,7 +345,7 @@ def test_a_write_by_data_is_told_on_each_device(folder: Path) -> None:
                 torch.cuda.synchronize(0)
                 torch.cuda.synchronize(1)
                 if step == 2:
-                    model[place].weight.data.add_(0.5)
+                    model[place].weight.data.add_(0.5)  # type: ignore[operator, union-attr]
             assert [name for message in daemon.said if isinstance(message, Warned) and f"{name!r} was" in message.text]
 
 
