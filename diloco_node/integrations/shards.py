@@ -108,7 +108,7 @@ class ShardSampler(Sampler[int]):
     def next_row(self) -> int:
         """The next row of this rank; the other ranks take those around it. Raises ConfigError: the region has none."""
         offset, ranks = self._ranks.settle()
-        for rows in self.order.advance(HERE.own, ranks, HERE.begun if self.is_counted else None):
+        for rows in self.order.advance(HERE.own, ranks, HERE.starts if self.is_counted else None):
             if offset < rows.stop - rows.start:
                 number = self._number(rows, rows.start + offset)
                 offset = ranks  # all further ones are others'

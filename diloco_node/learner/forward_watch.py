@@ -26,7 +26,7 @@ def count_tokens(batch: Any) -> int:
     dimensions, any other by its first. Among several tensors the one that is named in `TOKEN_NAMES` counts,
     else the first. 0: there is none.
     """
-    hit = _counted(batch, _DEPTH_MAX)
+    hit = _tensor_in(batch, _DEPTH_MAX)
     if hit is None:
         return 0
     name, tensor = hit
@@ -40,11 +40,11 @@ def count_tokens(batch: Any) -> int:
 
 def counted_tensor(batch: Any) -> Tensor | None:
     """The tensor by which `count_tokens` counts; None if there is none."""
-    hit = _counted(batch, _DEPTH_MAX)
+    hit = _tensor_in(batch, _DEPTH_MAX)
     return None if hit is None else hit[1]
 
 
-def _counted(batch: Any, depth: int) -> tuple[str, Tensor] | None:
+def _tensor_in(batch: Any, depth: int) -> tuple[str, Tensor] | None:
     if isinstance(batch, Tensor):
         return "", batch
     if depth == 0:
@@ -58,7 +58,7 @@ def _counted(batch: Any, depth: int) -> tuple[str, Tensor] | None:
 
 
 def _first(items: Iterable[Any], depth: int) -> tuple[str, Tensor] | None:
-    return next((hit for item in items if (hit := _counted(item, depth - 1)) is not None), None)
+    return next((hit for item in items if (hit := _tensor_in(item, depth - 1)) is not None), None)
 
 
 class ForwardWatch:

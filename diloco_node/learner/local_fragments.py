@@ -287,13 +287,15 @@ class LearnerFragments:
                 norms = self._contributions.encode_difference(index, difference.numpy())
             else:
                 base, lane = self._base[index], self._lane
-                rows = lane.encode(room, base, self._contributions.blocks[index]) if lane and room else None
+                blocks = self._contributions.blocks[index]
+                rows = None if lane is None or room is None else lane.encode(room, base, blocks)
                 norms = self._contributions.encode(index, base.numpy(), snapshot.values.numpy(), rows)
         except PayloadCorrupt as error:
-            reason = f"step {snapshot.facts.step}: {snapshot.refusal or error}"
-            return SnapshotDenied(index, snapshot.facts.version, reason)
-        settings = self.settings
-        return SnapshotReady(snapshot.facts.contribution(settings.region, settings.incarnation, norms.tolist()))
+            return SnapshotDenied(
+                index, snapshot.facts.version, f"step {snapshot.facts.step}: {snapshot.refusal or error}"
+            )
+        region, incarnation = self.settings.region, self.settings.incarnation
+        return SnapshotReady(snapshot.facts.contribution(region, incarnation, norms.tolist()))
 
     # ---- versions ----------------------------------------------------------------------------------------------------
     def is_busy(self, index: int) -> bool:

@@ -93,7 +93,7 @@ class ModelWatch:
         self._warn = warn
         members = [] if optimizer is None else inner_of(optimizer)
         # The optimizer whose steps are told, if not the loop itself tells them.
-        self._counted = members[0] if is_auto else None
+        self._step_optimizer = members[0] if is_auto else None
         self._states = StateWatch(members, schedules_of(stateful), warn)
         # Merged tensors and masters, with their names.
         self._names = tensors.names
@@ -292,19 +292,19 @@ class ModelWatch:
         record.is_stepping = False
         record.steps += 1
         self._states.stepped(optimizer)
-        if self._counted not in (None, optimizer, *inner_of(optimizer)):
+        if self._step_optimizer not in (None, optimizer, *inner_of(optimizer)):
             self._check_counted(optimizer, record)
         if record.steps in COPY_LOOKS:
             self._look_at_states(optimizer, record)
 
     def _counted_steps(self) -> int:
-        record = None if self._counted is None else self._optimizers.get(self._counted)
+        record = None if self._step_optimizer is None else self._optimizers.get(self._step_optimizer)
         return 0 if record is None else record.steps
 
     def _check_counted(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
         """Refuse an optimizer that trains in place of the one whose steps are counted. One around that steps it, too:
         torchtitan's container is an optimizer itself."""
-        counted_tensors = set() if self._counted is None else set(parameters_of(self._counted))
+        counted_tensors = set() if self._step_optimizer is None else set(parameters_of(self._step_optimizer))
         is_in_place = not counted_tensors.isdisjoint(record.tensors.values())
         if is_in_place and record.counted_steps == self._counted_steps():
             raise LearnerError(

@@ -122,11 +122,11 @@ class OptimizerRecord:
             self.writes, self.sample = writes, sample_of(self._largest)
             self.slices = self._reader.read()
 
-    def shaped_alike(self, optimizer: torch.optim.Optimizer, followed: Container[Tensor]) -> Iterator[_State]:
+    def shaped_alike(self, optimizer: torch.optim.Optimizer, merge_tensors: Container[Tensor]) -> Iterator[_State]:
         """Each (name, key, tensor, state) of a state that has its tensor's shape, and may be a copy of it."""
         for name, tensor in self.tensors.items():
             for key, state in optimizer.state.get(tensor, {}).items():
-                if not isinstance(state, Tensor) or state.shape != tensor.shape or state in followed:
+                if not isinstance(state, Tensor) or state.shape != tensor.shape or state in merge_tensors:
                     continue
                 values = local_part(state)
                 is_apart = values.data_ptr() != local_part(tensor).data_ptr()

@@ -163,7 +163,7 @@ class RegionShards:
         return teller is None or teller is loader
 
     @property
-    def begun(self) -> I64 | None:
+    def starts(self) -> I64 | None:
         """Where a shard that comes to the loader that counts is gone on; None when alone. Not a copy."""
         return None if self._book is None else self._positions
 

@@ -63,12 +63,12 @@ class ShardOrder:
         """Rows of these shards, of all ranks."""
         return int(self.sizes[list(own)].sum())
 
-    def advance(self, own: tuple[int, ...], count: int, begun: I64 | None = None) -> list[RowRange]:
+    def advance(self, own: tuple[int, ...], count: int, starts: I64 | None = None) -> list[RowRange]:
         """Take the next rows; the positions stand after them.
 
         Args:
             own: the region's shards now. The same object while they are the same.
-            begun: shape (SHARDS,), int64: where a shard that comes is gone on; None: at the region's pass.
+            starts: shape (SHARDS,), int64: where a shard that comes is gone on; None: at the region's pass.
 
         Raises:
             ConfigError: they have no row.
@@ -76,14 +76,14 @@ class ShardOrder:
         if own is not self._own:
             shards = np.array(own, np.int64)
             self._filled = shards[self.sizes[shards] > 0]
-            if begun is None:
+            if starts is None:
                 behind = self._pass * self.sizes[self._filled]
                 self.positions[self._filled] = np.maximum(self.positions[self._filled], behind)
             else:
                 new = np.setdiff1d(shards, np.array(self._own, np.int64)) if self._own else np.arange(SHARDS)
-                self.positions[new] = begun[new]
+                self.positions[new] = starts[new]
                 # Another region may have had a shard, and trained it, since the last rows were taken here.
-                self.positions[shards] = np.maximum(self.positions[shards], begun[shards])
+                self.positions[shards] = np.maximum(self.positions[shards], starts[shards])
             self._own, self._queue = own, []
         if not len(self._filled):
             raise ConfigError(

@@ -173,7 +173,7 @@ class SliceReader:
         shards: Sequence[Any] = self._tensors
         if self._sharded:  # `to_local` takes longer than all the rest
             shards = [shard._local_tensor if place in self._sharded else shard for place, shard in enumerate(shards)]
-        places = [*zip(map(_PLACE, shards), map(_COUNT, shards), strict=True)]
+        places: list[tuple[Any, ...]] = [*zip(map(_PLACE, shards), map(_COUNT, shards), strict=True)]
         if places != self._places:
             self._slices, self._places = {}, places
             for number, values in _slices(shards):

@@ -199,11 +199,11 @@ def test_a_restart_goes_on_behind_what_was_named_whatever_the_checkpoint_says(tm
 
     path = tmp_path / "learner" / "positions"
     begin("another run", "us-east", NAMES, folder=tmp_path)
-    assert HERE.begun is not None
-    assert not HERE.begun.any()
+    assert HERE.starts is not None
+    assert not HERE.starts.any()
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     begin("run", "us-east", NAMES, folder=tmp_path)
-    assert not HERE.begun.any()
+    assert not HERE.starts.any()
 
 
 def test_of_two_loaders_that_train_the_first_counts(caplog: pytest.LogCaptureFixture):

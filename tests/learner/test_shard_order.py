@@ -107,8 +107,8 @@ def test_a_learner_hears_of_a_shard_that_went_on_elsewhere_and_of_no_older_membe
     HERE.follow(shards_given("run", "a", ("a", "b"), changes=5, starts={own[0]: 7}))
     assert HERE.own == own
     assert HERE.own is not own, "one was another's meanwhile"
-    assert HERE.begun is not None
-    assert HERE.begun[own[0]] == 7
+    assert HERE.starts is not None
+    assert HERE.starts[own[0]] == 7
     follow("run", "a", ("a", "b", "c"), changes=4)
     assert (HERE.own, HERE.changes) == (own, 5), "of a daemon that has just started"
     HERE.clear()

@@ -337,10 +337,8 @@ def decode_record(data: bytes | memoryview) -> WitnessRecord:
         raise ProtocolViolation("a record of a witness with a field that can't be")
     tail = tuple(map(decode_entry, entries))
     verify_chain(tail, previous_index=base[0], previous_hash=base[2])
-    log_base, entry_bytes = (
-        LedgerBase(*base, b""),
-        {entry.hash: data for entry, data in zip(tail, entries, strict=True)},
-    )
+    log_base = LedgerBase(base[0], base[1], base[2], b"")
+    entry_bytes = {entry.hash: data for entry, data in zip(tail, entries, strict=True)}
     return WitnessRecord(run_id, disk, writes, term, voted_for, leader, log_base, tail, commit_index, entry_bytes)
 
 

@@ -131,7 +131,7 @@ class ShardWindows:
         """The next batch, shape (batch, context + 1); then the positions are behind all ranks'. Raises ConfigError: no
         window."""
         changes = HERE.changes
-        ranges = self.order.advance(self._own(), self._batch * self._ranks, HERE.begun if self._is_counted else None)
+        ranges = self.order.advance(self._own(), self._batch * self._ranks, HERE.starts if self._is_counted else None)
         if self._is_counted:
             HERE.gave(self.order.positions, changes)
         rows, passes = (values[self._rank :: self._ranks] for values in self.order.rows_of(ranges))

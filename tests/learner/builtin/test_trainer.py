@@ -169,7 +169,7 @@ def test_no_window_is_trained_twice_in_a_pass_of_all_regions_even_over_a_restart
         for steps in (3, -(-samples // 8) - 3):
             begin("run", region, ("a", "b"), starts=rows)
             Trainer(settings, corpus=corpus, say=lambda line: None).run(FakeRun(steps, shards=shards).attach)
-            rows = dict(enumerate(HERE.begun.tolist()))  # as its contributions say, and the daemon tells the next life
+            rows = dict(enumerate(HERE.starts.tolist()))  # as its contributions say, and the daemon tells the next life
         assert sum(rows.values()) == -(-samples // 8) * 8
         HERE.clear()
         all_windows += windows_[:samples]
