@@ -275,11 +275,9 @@ class LearnerFragments:
 
     def _encoded(self, snapshot: HeldSnapshot, room: Room | None) -> SnapshotReady | SnapshotDenied | None:
         """The answer; None on ranks other than 0."""
-        index = snapshot.facts.fragment
-        difference: Tensor | None = None
-        if self._exchange is not None and self._is_gathered:
-            # The same subtraction as the kernel's.
-            difference = self._exchange.gather(index, self._base[index] - snapshot.values)
+        index, exchange = snapshot.facts.fragment, self._exchange if self._is_gathered else None
+        # The same subtraction as the kernel's.
+        difference = None if exchange is None else exchange.gather(index, self._base[index] - snapshot.values)
         if not self._is_first:
             return None
         try:
