@@ -420,7 +420,7 @@ class RunSettings:
     carry: CarryMode = CarryMode.CARRY
     carry_steps_max: int = 0
     weight_cap: float = 2.0
-    weight_share_max: float = 0.5
+    weight_share_max: float = 0.4
     tokens_ratio_max: float = 4.0
     error_feedback: bool = False
     tokens_max: int = 0

@@ -142,7 +142,7 @@ LIES = {
     "a sum of nothing": lambda body: replace(body, squared_norms=(0.0,) * len(body.squared_norms)),
     "a sum that is longer than its members": lambda body: with_norms(body, 1.3),
     "a sum a thousand times too long": lambda body: with_norms(body, 1e6),
-    "tokens that count double": lambda body: with_member(body, tokens=2 * body.members[1].contribution.tokens),
+    "tokens that count half": lambda body: with_member(body, tokens=body.members[1].contribution.tokens // 2),
     "norms of another": lambda body: with_member(body, squared_norms=body.members[0].contribution.squared_norms),
     "steps that count less": lambda body: with_member(body, step_to=body.members[1].contribution.step_to - 1),
 }
