@@ -29,7 +29,7 @@ RDA = 1
 
 THREE = tuple(
     replace(contribution(name, RDA, steps=(0, steps), norm=norm), tokens=tokens)
-    for name, steps, tokens, norm in (("a", 10, 640, 4.0), ("b", 12, 3000, 5.0), ("c", 7, 450, 3.0))
+    for name, steps, tokens, norm in (("a", 10, 640, 4.0), ("b", 12, 700, 5.0), ("c", 7, 450, 3.0))
 )
 
 
@@ -142,7 +142,7 @@ LIES = {
     "a sum of nothing": lambda body: replace(body, squared_norms=(0.0,) * len(body.squared_norms)),
     "a sum that is longer than its members": lambda body: with_norms(body, 1.3),
     "a sum a thousand times too long": lambda body: with_norms(body, 1e6),
-    "tokens that count half": lambda body: with_member(body, tokens=body.members[1].contribution.tokens // 2),
+    "tokens that count double": lambda body: with_member(body, tokens=2 * body.members[1].contribution.tokens),
     "norms of another": lambda body: with_member(body, squared_norms=body.members[0].contribution.squared_norms),
     "steps that count less": lambda body: with_member(body, step_to=body.members[1].contribution.step_to - 1),
 }
