@@ -121,6 +121,7 @@ def test_a_crash_loop_stops_the_learner_and_says_how_to_go_on() -> None:
         "exit_code": 1,
         "restarts": CRASHES_MAX,
         "log": "/logs/learner.log",
+        "lost": None,
     }
     watch.revived()
     watch.started(b"", now_s=200)
@@ -192,6 +193,7 @@ def test_one_that_ends_by_itself_is_done() -> None:
         "exit_code": 0,
         "restarts": 0,
         "log": "/logs/learner.log",
+        "lost": None,
     }
 
 

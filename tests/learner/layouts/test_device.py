@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import diloco_node
 from diloco_node.errors import LearnerError
+from diloco_node.learner import tensor_forms
 from diloco_node.learner.layouts import device as device_module
 from diloco_node.learner.layouts.capture import check_not_capturing
 from diloco_node.learner.local_fragments import LearnerFragments
@@ -377,6 +378,25 @@ def test_versions_on_their_way_are_no_copies_that_a_search_reads(folder: Path, m
         go.set()
         fragments._worker.drain()
         assert not fake_device.hazards()
+
+
+def test_slices_on_a_device_are_laid_out_once_and_keep_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    laid_out, lay_out = [], tensor_forms._slices
+    monkeypatch.setattr(tensor_forms, "_slices", lambda shards: laid_out.append(1) or lay_out(shards))
+    tensors = [torch.ones(1000, 1000), torch.ones(3)]
+    reader = tensor_forms.SliceReader(tensors)
+    for factor in (1.0, 2.0):
+        (values,) = reader.read().values()
+        assert values.tolist() == [factor] * tensor_forms.SLICE_VALUES + [1.0] * 3
+        tensors[0].mul_(2.0)
+    assert len(laid_out) == 1
+    torch.cuda.synchronize()
+    before = fake_device.counts()["device_bytes"]
+    tensors[0].data = torch.zeros(2, 2)
+    torch.cuda.synchronize()
+    assert fake_device.counts()["device_bytes"] < before - 3_000_000
+    (values,) = reader.read().values()
+    assert values.tolist() == [0.0] * 4 + [1.0] * 3
 
 
 def test_an_optimizer_that_undoes_versions_is_found_without_a_wait(folder: Path) -> None:
