@@ -66,8 +66,9 @@ class TerminateFlag:
         if threading.current_thread() is threading.main_thread() and os.getpid() == self._pid:
             for number in STOP_SIGNALS:
                 handler = signal.getsignal(number)
-                ours = self._handlers.get(number, (signal.default_int_handler,))[0]
-                if callable(handler) and handler not in (ours, signal.default_int_handler):
+                # Nor for the stand-in of another learner in this process, such as one that a newer process replaced.
+                is_stand_in = isinstance(handler, partial) and handler.func.__name__ == self._handle.__name__
+                if callable(handler) and handler is not signal.default_int_handler and not is_stand_in:
                     self._stand_in(number, handler)
         return self.is_set
 

@@ -6,8 +6,8 @@ step to step, while what takes back does so at once: in the first step after a v
 
 So of each version's way the share is measured that each of the next steps takes back. The part that gradient, its signs
 and the learner's own way before the version explain is taken off: descent and momentum lead back as well. The first
-step is compared with those some time later, over several versions; and of ten steps the one that stands out. Less than
-an eighth in each step is not found.
+step is compared with those some time later; and of each version's steps the one that stands out with those that don't,
+all over several versions, for merges may be few steps apart. Less than an eighth in each step is not found.
 
 Nothing waits for a device: the numbers are read when they are there.
 """
@@ -36,8 +36,8 @@ STEPS: Final = 10
 STEPS_MIN: Final = 2
 """With fewer there is nothing to compare the first one with."""
 
-STEPS_OF_JUMP: Final = 8
-"""With fewer, one of them stands out by chance."""
+STEPS_OF_JUMP: Final = 4
+"""With fewer, the others of a version say too little of how far one of them may be from the rest."""
 
 VERSIONS: Final = 10
 """The last ones that are judged together."""
@@ -47,7 +47,11 @@ SHARE: Final = 0.12
 """Part of a version's way, taken back by one step more than by others. A fifth is found, also beside some noise."""
 
 DEVIATIONS: Final = 5.0
-"""The share must stand out by so many standard errors, or median deviations of the other steps."""
+"""The share of first steps must stand out by so many standard errors."""
+
+JUMP_DEVIATIONS: Final = 12.0
+"""One of a version's steps must stand out by so many median deviations of the others of all versions: the least of some
+always stands out a little."""
 
 LEADS_BACK: Final = 0.5
 """Cosine between the gradient and a version's way, from which on the gradient itself leads back."""
@@ -97,10 +101,12 @@ class StepAfter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """Judgement of a version: the share that its first step took back beyond later ones, and whether one stood out."""
+    """Judgement of a version: the share that its first step took back beyond later ones, and the one that took most
+    beyond the others, which were so far from their median."""
 
     first: float
-    is_jump: bool
+    jump: float
+    deviations: tuple[float, ...]
 
 
 class PullBackCheck:
@@ -219,11 +225,14 @@ def judge_version(steps: Sequence[StepAfter]) -> _Verdict | None:
         later = shares[1:]
         usual = min(median(later), 2.0 * later[0] - later[1] if len(later) > 1 else later[0])
         first = _beyond(usual - shares[0], later, steps[0].cosine)
-    worst = min(range(len(shares)), key=shares.__getitem__)
-    neighbours = [share for at, share in enumerate(shares) if at != worst]
-    spread = median(abs(share - median(neighbours)) for share in neighbours)
-    jump = _beyond(median(neighbours) - shares[worst], neighbours, steps[worst].cosine)
-    return _Verdict(first, len(shares) >= STEPS_OF_JUMP and jump >= max(SHARE, DEVIATIONS * spread))
+    if len(shares) < STEPS_OF_JUMP:
+        return _Verdict(first, 0.0, ())
+    values = rests if len(rests) == len(shares) else shares
+    worst = min(range(len(values)), key=values.__getitem__)
+    others = [value for at, value in enumerate(values) if at != worst]
+    usual = median(others)
+    jump = 0.0 if steps[worst].cosine > LEADS_BACK else usual - values[worst]
+    return _Verdict(first, jump, tuple(abs(value - usual) for value in others))
 
 
 def _beyond(share: float, neighbours: Sequence[float], cosine: float) -> float:
@@ -239,7 +248,8 @@ def fault_of(verdicts: Sequence[_Verdict]) -> str:
     mean, error = fmean(firsts), stdev(firsts) / len(firsts) ** 0.5
     if mean >= max(SHARE, DEVIATIONS * error):
         return f"the first step after a version takes back {mean:.0%} of it"
-    jumps = sum(verdict.is_jump for verdict in verdicts)
+    spread = median([deviation for verdict in verdicts for deviation in verdict.deviations] or [0.0])
+    jumps = sum(verdict.jump >= max(SHARE, JUMP_DEVIATIONS * spread) for verdict in verdicts)
     if jumps >= VERSIONS_MIN and 2 * jumps > len(verdicts):
         return f"within {STEPS} steps after a version one step takes back {SHARE:.0%} of it or more"
     return ""

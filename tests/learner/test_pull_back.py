@@ -136,10 +136,22 @@ def test_a_fifth_that_is_taken_back_at_once_is_found_within_ten_merges(kind: str
 
 
 @pytest.mark.parametrize("part", [0.2, 0.5])
-def test_one_that_goes_back_each_sixth_step_is_found(part: float) -> None:
-    training = Training(taking_back(part, every=6))
-    assert training.merges_until_found(10, every=30, way=1.0) is not None
+@pytest.mark.parametrize(("back", "every"), [(6, 30), (6, 6), (3, 4), (5, 6), (5, 5)])
+def test_one_that_goes_back_each_few_steps_is_found(part: float, back: int, every: int) -> None:
+    training = Training(taking_back(part, every=back))
+    assert training.merges_until_found(10, every=every, way=1.0) is not None
     assert "one step takes back" in training.warning or "first step" in training.warning
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("every", [4, 12, 24])
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_short_memories_of_an_optimizer_are_no_copies(beta: float, every: int, seed: int) -> None:
+    def make(model: nn.Module) -> Step:
+        return torch.optim.AdamW(model.parameters(), lr=0.1, betas=(beta, 0.9)).step
+
+    training = Training(make, seed=seed)
+    assert training.merges_until_found(24, every=every, way=1.0) is None, training.warning
 
 
 @pytest.mark.no_device("180 trainings; what is taken back is found there by the other tests")
