@@ -161,7 +161,9 @@ class LoopState:
         for label, new, old, distance in pairs:
             if new.shape != old.shape or new.device != old.device:
                 continue
-            count = ((new != old) & ~(new.isnan() & old.isnan())).sum() * distance
+            # A module may lie on several devices; its distance is on one of them.
+            factor = distance.to(new.device, non_blocking=True) if isinstance(distance, Tensor) else distance
+            count = ((new != old) & ~(new.isnan() & old.isnan())).sum() * factor
             self._changes[label] = (
                 self._changes[label] + count.to(self._changes[label].device) if label in self._changes else count
             )

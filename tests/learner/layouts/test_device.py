@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -348,6 +349,19 @@ def test_a_write_by_data_is_told_on_each_device(folder: Path) -> None:
                 if step == 2:
                     model[place].weight.data.add_(0.5)  # type: ignore[operator, union-attr]
             assert [name for message in daemon.said if isinstance(message, Warned) and f"{name!r} was" in message.text]
+
+
+def test_a_module_to_evaluate_may_lie_on_several_devices(folder: Path) -> None:
+    toy = Toy()
+    outside = deepcopy(toy.model)
+    outside[-1].to("cuda:1")
+    with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        daemon.commit(0, daemon.theta[0] + 1, -1)
+        toy.steps_until(diloco, daemon, OfferApplied, 3)
+        outside.load_state_dict(diloco.global_state_dict())
+        diloco.checkpoint()
+        toy.step(diloco)
+        assert not [message for message in daemon.said if isinstance(message, Warned) and "outside" in message.text]
 
 
 def test_versions_on_their_way_are_no_copies_that_a_search_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
