@@ -61,7 +61,7 @@ EXAMPLES: Final = {
     "measure serve": "diloco-node measure serve --region us-west",
     "measure latency": "diloco-node measure latency us-west --load",
     "measure bandwidth": "diloco-node measure bandwidth us-west --reverse --seconds 10",
-    "measure mesh": "diloco-node measure mesh --json > mesh.json\ndiloco-node plan --mesh mesh.json",
+    "measure mesh": "diloco-node measure mesh --out mesh.json\ndiloco-node plan --mesh mesh.json",
 }
 
 

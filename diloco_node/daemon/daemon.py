@@ -43,6 +43,7 @@ from diloco_node.errors import ConfigError, PeersUnreachable, ProtocolViolation,
 from diloco_node.escaping import escaped_document
 from diloco_node.health.alerts import learner_fault
 from diloco_node.health.health_summary import health_of
+from diloco_node.measure.measurement import OnPartial
 from diloco_node.state_names import ADMIN_PORT_NAME, NODE_NAME
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.store import RegionStore
@@ -469,11 +470,13 @@ class Daemon:
             self.notes.add(Note("peer", f"an operator lifted the quarantine of {peer}"))
         return was
 
-    async def _measure(self, document: Mapping[str, Any], on_progress: Callable[[str], None]) -> Mapping[str, Any]:
+    async def _measure(
+        self, document: Mapping[str, Any], on_progress: Callable[[str], None], on_partial: OnPartial
+    ) -> Mapping[str, Any]:
         """Measure links over themselves. Raises DilocoError."""
         if self.node is None:
             raise PeersUnreachable(f"{self.spec.region} has no links yet: it {self._facts()['reason']}")
-        return await self.node.measure(document, on_progress)
+        return await self.node.measure(document, on_progress, on_partial)
 
     def finish(self, reason: str) -> None:
         """Raises ConfigError: nothing has begun that could end."""

@@ -26,8 +26,15 @@ LOADED_MORE_NS: Final = NS_PER_S
 KEYS: Final = frozenset({"what", "peer", "seconds", "warm_up_seconds", "bytes_max", "load", "reverse"})
 
 OnProgress = Callable[[str], None]
+OnPartial = Callable[[dict[str, Any]], None]
+"""Takes a document as it would be if the measurement ended here: shown when it is cut short."""
+
 Limits = Callable[[str], tuple[int | None, str]]
 """Called with a peer: the limit of sending to it now, in wire bytes per second (None: none), and its origin."""
+
+
+def forget(_: dict[str, Any]) -> None:
+    """A `OnPartial` for those who want the end only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +108,18 @@ class MeasureCommand:
         self._limits = limits
         self._is_running = False
 
-    async def run(self, document: Mapping[str, Any], on_progress: OnProgress) -> Mapping[str, Any]:
-        """Measure. document: see `parse_request`. on_progress: called with what goes on, for people.
+    async def run(
+        self, document: Mapping[str, Any], on_progress: OnProgress, on_partial: OnPartial = forget
+    ) -> Mapping[str, Any]:
+        """Measure.
 
-        Raises ConfigError: it can't be asked for. PeersUnreachable: there is no link. DilocoError: another one runs, or
-        it failed.
+        Args:
+            document: see `parse_request`. on_progress: called with what goes on, for people.
+            on_partial: called with the document so far.
+
+        Raises:
+            ConfigError: it can't be asked for. PeersUnreachable: there is no link. DilocoError: another one runs, or it
+                failed.
         """
         is_daemon = self._limits is not None
         request = parse_request(document, region=self._region, peers=self.peers, is_daemon=is_daemon)
@@ -115,25 +129,30 @@ class MeasureCommand:
         through = {"through": "daemon"} if is_daemon else {}
         measure = {"latency": self._latency, "bandwidth": self._bandwidth, "mesh": self._mesh}[request.what]
         try:
-            return {**await measure(request, on_progress), **through}
+            return {**await measure(request, on_progress, lambda so_far: on_partial({**so_far, **through})), **through}
         finally:
             self._is_running = False
 
-    async def _latency(self, request: MeasureRequest, on_progress: OnProgress) -> dict[str, Any]:
+    async def _latency(self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
         peer, seconds = request.peer, request.span_ns / NS_PER_S
         on_progress(f"round trips to {peer}")
         async with self._linked((peer,)) as measuring:
             about = {"from": self._region, "to": peer, "address": measuring.address(peer), "seconds": seconds}
             rows = [latency_document("none", await measuring.latency(peer, seconds))]
+            on_partial({**about, "rows": list(rows)})
             for load in ("out", "in") if request.load else ():
                 on_progress(f"round trips to {peer}, load {load}")
                 span_ns = min(request.span_ns + LOADED_MORE_NS, msg.SPAN_NS_MAX)
                 times, _ = await measuring.times(peer, span_ns, request.warm_ns)
                 flow = FlowRequest(peer, load == "out", times, request.bytes_max)
                 rows.append(latency_document(load, await measuring.loaded_latency(flow, seconds)))
+                on_partial({**about, "rows": list(rows)})
         return {**about, "rows": rows}
 
-    async def _bandwidth(self, request: MeasureRequest, on_progress: OnProgress) -> dict[str, Any]:
+    async def _bandwidth(
+        self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial
+    ) -> dict[str, Any]:
+        del on_partial  # there is one flow, and half of it is nothing
         peer = request.peer
         on_progress(f"round trips to {peer}")
         source, target = (peer, self._region) if request.reverse else (self._region, peer)
@@ -157,7 +176,7 @@ class MeasureCommand:
         limit, limited_by = (None, "") if request.reverse else self._limits(peer)
         return {**about, "limit_bytes_per_second": limit, "limited_by": limited_by}
 
-    async def _mesh(self, request: MeasureRequest, on_progress: OnProgress) -> dict[str, Any]:
+    async def _mesh(self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
         names = sorted((self._region, *self.peers))
         pairs = [(source, target) for source in names for target in names if source != target]
         seconds = request.span_ns / NS_PER_S
@@ -170,6 +189,7 @@ class MeasureCommand:
                     mesh["pairs"].append(pair_document((source, target), link))
                 except DilocoError as error:
                     mesh["failures"].append({"from": source, "to": target, "error": str(error)})
+                on_partial(mesh)
         return mesh
 
     async def _pair(self, measuring: Measuring, request: MeasureRequest, source: str, target: str) -> msg.LinkMeasured:

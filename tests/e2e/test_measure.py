@@ -138,7 +138,7 @@ async def test_links_are_measured_while_the_run_trains(tmp_path: Path, monkeypat
         assert [row["load"] for row in latency["rows"]] == ["none", "out", "in"]
         assert all(row["answered"] > 0 for row in latency["rows"])
         mesh = folder / "mesh.json"
-        mesh.write_text(json.dumps(await measure(folder, "mesh", "--seconds", "1", *here)))
+        await measure(folder, "mesh", "--seconds", "1", "--out", str(mesh), *here)
         assert len(read_mesh(mesh).goodput) == 2
 
         daemon = await measure(folder, "latency", "us-west", "--alone", "--region", "us-east", code=5)

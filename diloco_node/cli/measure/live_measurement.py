@@ -9,10 +9,13 @@ import http.client
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from diloco_node.cli.admin_client import ask_in, post
 from diloco_node.errors import ConfigError, DilocoError, PeerError, PeersUnreachable
+
+if TYPE_CHECKING:
+    from diloco_node.measure.measurement import OnPartial
 
 LINE_BYTES_MAX: Final = 16 * 2**20
 SILENT_S: Final = 20.0
@@ -41,8 +44,14 @@ def find_daemon(config: Path | None, region: str | None) -> Path | None:
     return daemons[0] if daemons else None
 
 
-def measure(daemon: Path, document: dict[str, Any], on_progress: Callable[[str], None]) -> dict[str, Any]:
-    """Ask the daemon with this state folder to measure (`measure.measurement.parse_request`), and wait for it.
+def measure(
+    daemon: Path, document: dict[str, Any], on_progress: Callable[[str], None], on_partial: OnPartial
+) -> dict[str, Any]:
+    """Ask a daemon to measure, and wait for what comes of it.
+
+    Args:
+        daemon: its state folder, which has the region's name. document: see `measure.measurement.parse_request`.
+        on_progress: called with the current test. on_partial: called with the results so far.
 
     Raises ConfigError: it refuses the request. PeersUnreachable: there is no link, or the daemon went away.
     DilocoError: the measurement failed.
@@ -51,7 +60,7 @@ def measure(daemon: Path, document: dict[str, Any], on_progress: Callable[[str],
         with post(daemon, "measure", document, timeout_s=SILENT_S) as answer:
             if answer.status != http.client.OK:
                 raise _refusal(daemon, answer)
-            return follow(answer, on_progress)
+            return follow(answer, on_progress, on_partial)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise PeersUnreachable(
             f"the daemon of {daemon.name} in {daemon} went away in the middle of a measurement ({error}); "
@@ -69,7 +78,9 @@ def _refusal(daemon: Path, answer: http.client.HTTPResponse) -> DilocoError:
     return ConfigError(f"{daemon.name} refuses: {json.loads(text).get('error', answer.status)}")
 
 
-def follow(answer: http.client.HTTPResponse, on_progress: Callable[[str], None]) -> dict[str, Any]:
+def follow(
+    answer: http.client.HTTPResponse, on_progress: Callable[[str], None], on_partial: OnPartial
+) -> dict[str, Any]:
     """Read lines until the last one."""
     while line := answer.readline(LINE_BYTES_MAX):
         event = json.loads(line)
@@ -77,7 +88,10 @@ def follow(answer: http.client.HTTPResponse, on_progress: Callable[[str], None])
             return dict(event["document"])
         if "error" in event:
             raise _error(str(event["error"]), event.get("exit_code"))
-        on_progress(str(event.get("now", "")))
+        if "so_far" in event:
+            on_partial(dict(event["so_far"]))
+        else:
+            on_progress(str(event.get("now", "")))
     raise ConnectionError("it said nothing at the end")
 
 

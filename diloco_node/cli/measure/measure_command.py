@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from diloco_node.cli.options import ConfigOption
-from diloco_node.errors import PeersUnreachable
+from diloco_node.errors import DilocoError, PeersUnreachable
+
+if TYPE_CHECKING:
+    from diloco_node.measure.measurement import OnPartial
 
 app = typer.Typer(
     help="Measure round trips and goodput between regions.",
@@ -79,17 +83,18 @@ class _Way:
     as_json: bool
 
     def measure(self, document: dict[str, Any]) -> dict[str, Any]:
-        """Measure, and show the document."""
-        result = self._run(document)
-        if self.as_json:
-            typer.echo(json.dumps(result, indent=1))
-        else:
-            from diloco_node.cli.measure.measure_view import show
-
-            show(result)
+        """Measure and show the document. Cut short, by Ctrl-C or an error that goes on, show the results so far."""
+        so_far: deque[dict[str, Any]] = deque(maxlen=1)
+        try:
+            result = self._run(document, so_far.append)
+        except (KeyboardInterrupt, DilocoError):
+            if so_far:
+                self._show({**so_far.pop(), "ended_early": True})
+            raise
+        self._show(result)
         return result
 
-    def _run(self, document: dict[str, Any]) -> dict[str, Any]:
+    def _run(self, document: dict[str, Any], on_partial: OnPartial) -> dict[str, Any]:
         from diloco_node.cli.measure import live_measurement, own_links
 
         request = {**document, "seconds": self.seconds, "warm_up_seconds": self.warm_up}
@@ -98,9 +103,17 @@ class _Way:
         daemon = None if self.alone else live_measurement.find_daemon(self.config, self.region)
         if daemon is None:
             here = own_links.Here.find(self.config, self.region)
-            return own_links.run(lambda: own_links.measure(here, request))
+            return own_links.run(lambda: own_links.measure(here, request, on_partial))
         with own_links.progress(f"asking the daemon of {daemon.name}") as on_progress:
-            return live_measurement.measure(daemon, request, on_progress)
+            return live_measurement.measure(daemon, request, on_progress, on_partial)
+
+    def _show(self, document: dict[str, Any]) -> None:
+        if self.as_json:
+            typer.echo(json.dumps(document, indent=1))
+        else:
+            from diloco_node.cli.measure.measure_view import show
+
+            show(document)
 
 
 @app.command()
@@ -155,15 +168,24 @@ def mesh(
     warm_up: WarmUpOption = None,
     most: MostOption = None,
     alone: AloneOption = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the JSON there, for plan --mesh.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """All ordered pairs of run.toml's regions, one after the other.
 
     Through the daemon of the region if it runs here: each region measures towards the others, over the links they have.
-    Else `measure serve` must run in all other regions. `plan --mesh` reads what --json writes.
+    Else `measure serve` must run in all other regions.
     """
+    from diloco_node.cli.measure import own_links
+
+    if out is not None:
+        own_links.check_writable(out)  # before minutes are spent
     way = _Way(config, region, alone, seconds, warm_up, most, as_json)
     document = way.measure({"what": "mesh"})
+    if out is not None:
+        own_links.write(out, json.dumps(document, indent=1) + "\n")
     failures = document["failures"]
     if failures:
         first, count = failures[0], len(failures) + len(document["pairs"])

@@ -28,6 +28,8 @@ def show(document: Mapping[str, Any]) -> None:
             lines.append(f"its bytes (--most) were used up early: {document['counted_seconds']:.2g} s were counted")
     else:
         lines = mesh_table(document)
+    if document.get("ended_early"):
+        lines.append("ended early: this is what was measured until then")
     for line in lines:
         typer.echo(line)
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from diloco_node.errors import BindError, ConfigError, LinkLost, PeersUnreachable
+from diloco_node.errors import BindError, ConfigError, LinkLost, PeersUnreachable, StorageError
 from diloco_node.escaping import escaped_document
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
+    from diloco_node.measure.measurement import OnPartial
     from diloco_node.transport.certificates import Identity
 
 T = TypeVar("T")
@@ -107,9 +108,14 @@ async def serve(here: Here, on_listening: Callable[[dict[str, Any]], None]) -> N
         ) from None
 
 
-async def measure(here: Here, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure on links of our own to `measure serve` of the peers (`measure.measurement.parse_request`). Raises
-    ConfigError, IdentityError, PeersUnreachable, PeerError: nothing could be measured."""
+async def measure(here: Here, document: Mapping[str, Any], on_partial: OnPartial) -> dict[str, Any]:
+    """Measure on links of our own to `measure serve` of the peers.
+
+    Args:
+        document: see `measure.measurement.parse_request`. on_partial: called with the results so far.
+
+    Raises ConfigError, IdentityError, PeersUnreachable, PeerError: nothing could be measured.
+    """
     from diloco_node.measure.ends import Dialer
     from diloco_node.measure.measurement import MeasureCommand
 
@@ -126,7 +132,8 @@ async def measure(here: Here, document: Mapping[str, Any]) -> dict[str, Any]:
         peers = (request["peer"],)
     command = MeasureCommand(here.name, peers, Dialer(here.identity, addresses))
     with _quiet(), progress(str(request["what"])) as on_progress:
-        return dict(escaped_document(with_hidden(await command.run(request, on_progress), hidden)))
+        result = await command.run(request, on_progress, lambda so_far: on_partial(with_hidden(so_far, hidden)))
+        return dict(escaped_document(with_hidden(result, hidden)))
 
 
 def with_hidden(mesh: Mapping[str, Any], hidden: Sequence[str]) -> dict[str, Any]:
@@ -192,3 +199,22 @@ def progress(text: str) -> Iterator[Callable[[str], None]]:
                 bar.reset(task, description=now)
 
         yield on_progress
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that can't be written, with ConfigError. A new file is removed again."""
+    try:
+        is_new = not path.exists()
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--out {path} can't be written ({error.strerror})") from error
+
+
+def write(path: Path, text: str) -> None:
+    """Write a result. Raises StorageError."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise StorageError(f"--out {path} can't be written ({error.strerror}): what was measured is above") from error

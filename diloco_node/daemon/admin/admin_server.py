@@ -13,6 +13,7 @@ import hmac
 import json
 import re
 import secrets
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -58,8 +59,8 @@ class AdminHandlers:
         not_ready_reason: "" when the region trains (or has finished), else why not.
         finish: ask the run to end after one last round per fragment; the argument is the reason.
         set_budget: change the bandwidth budget (`changed_plan`); returns the new one.
-        measure: carry out a measurement (`MeasureCommand`); calls its second argument with what goes on; returns the
-            document. Cancelled when the caller goes away. Raises DilocoError.
+        measure: carry out a measurement (`MeasureCommand`); calls its second argument with what goes on, the third with
+            the document so far; returns the document. Cancelled when the caller goes away. Raises DilocoError.
         revoke: a region's certificate, as PEM ("": the one that it uses); the beginning of its fingerprint.
         change_members, change_settings: by `member_order` and `settings_order`; each setting in words.
         lift_quarantine: readmit a peer, or end its quarantine and forget its strikes; whether there was anything.
@@ -73,7 +74,10 @@ class AdminHandlers:
     finish: Callable[[str], None]
     drain: Callable[[], None]
     set_budget: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    measure: Callable[[Mapping[str, Any], Callable[[str], None]], Coroutine[Any, Any, Mapping[str, Any]]]
+    measure: Callable[
+        [Mapping[str, Any], Callable[[str], None], Callable[[dict[str, Any]], None]],
+        Coroutine[Any, Any, Mapping[str, Any]],
+    ]
     expel: Callable[[str], None]
     revoke: Callable[[str, str], str]
     change_members: Callable[[Mapping[str, Any]], None]
@@ -233,15 +237,20 @@ class AdminServer:
         return web.json_response({"was": self._handlers.start_learner()}, status=202)
 
     async def _measure(self, request: web.Request) -> web.StreamResponse:
-        """Lines of JSON while it lasts: {"now": ...} at least every second, at the end {"document"} or {"error"}."""
+        """Lines of JSON while it lasts: {"now": ...} at least every second, {"so_far": ...} when there is more of the
+        document, at the end {"document"} or {"error"}."""
         document = await _document(request)
         answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await answer.prepare(request)
-        now = [""]
-        measuring = asyncio.ensure_future(self._handlers.measure(document, lambda text: now.__setitem__(0, text)))
+        now, so_far = [""], deque[dict[str, Any]](maxlen=1)
+        measuring = asyncio.ensure_future(
+            self._handlers.measure(document, lambda text: now.__setitem__(0, text), so_far.append)
+        )
         try:
             while not (await asyncio.wait([measuring], timeout=PROGRESS_S))[0]:
                 await _write_line(answer, {"now": now[0]})
+                if so_far:
+                    await _write_line(answer, {"so_far": so_far.pop()})
             await _write_line(answer, _outcome(measuring))
             await answer.write_eof()  # who has read the last line may be gone before it
         except ConnectionError:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from diloco_node.cli.measure import live_measurement as daemon
 from diloco_node.cli.measure import own_links
 from diloco_node.cli.measure.live_measurement import find_daemon
 from diloco_node.cli.plan.inputs import read_mesh
@@ -51,6 +52,8 @@ class Region:
     def __init__(self, name: str, folder: Path) -> None:
         self.asked: list[dict[str, Any]] = []
         self.says: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
+        self.so_far: dict[str, Any] = {}
+        self.was_seen = asyncio.Event()
         self.folder = folder / name
         self.folder.mkdir(parents=True)
         self._loop = asyncio.new_event_loop()
@@ -72,10 +75,18 @@ class Region:
         )
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=self.folder)
 
-    async def _measure(self, document: Mapping[str, Any], on_progress: Callable[[str], None]) -> Mapping[str, Any]:
+    async def _measure(
+        self, document: Mapping[str, Any], on_progress: Callable[[str], None], on_partial: Any
+    ) -> Mapping[str, Any]:
         self.asked.append(dict(document))
         on_progress("round trips")
+        if self.so_far:
+            on_partial(self.so_far)
+            await self.was_seen.wait()
         return {**self.says(document), "through": "daemon"}
+
+    def go_on(self) -> None:
+        self._loop.call_soon_threadsafe(self.was_seen.set)
 
     def start(self) -> None:
         self._thread.start()
@@ -161,14 +172,38 @@ def test_bandwidth_goes_through_the_daemon_that_runs_here(eu: Region, capsys: py
     assert eu.asked == [asked]
 
 
+@pytest.mark.parametrize(("how", "code"), [("Ctrl-C", 130), ("the daemon ends", 5), ("an error", 1)])
+def test_what_there_is_so_far_is_shown_when_it_is_cut_short(
+    eu: Region, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str, code: int
+) -> None:
+    eu.so_far = {"from": "eu", "to": "us", "address": None, "seconds": 2.0, "rows": [LATENCY]}
+    eu.says = failing(SystemError("broke") if how == "the daemon ends" else DilocoError("us can't"))  # type: ignore[arg-type]
+    follow = daemon.follow
+
+    def followed(
+        answer: Any, on_progress: Callable[[str], None], on_partial: Callable[[dict[str, Any]], None]
+    ) -> dict[str, Any]:
+        def kept(document: dict[str, Any]) -> None:
+            on_partial(document)
+            eu.go_on()
+            if how == "Ctrl-C":
+                raise KeyboardInterrupt
+
+        return follow(answer, on_progress, kept)
+
+    monkeypatch.setattr(daemon, "follow", followed)
+    assert main(["measure", "latency", "us", "--load", "--json"]) == code
+    document = json.loads(capsys.readouterr().out)
+    assert document == {**eu.so_far, "ended_early": True}
+
+
 def test_the_mesh_of_a_daemon_is_what_plan_reads(eu: Region, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("asia", "eu", "us")
     pairs = [pair_document((a, b), PAIR) for a in names for b in names if a != b]
     eu.says = lambda _: {"regions": list(names), "pairs": pairs, "failures": [], "seconds": 5.0}
-    assert main(["measure", "mesh"]) == 0
-    assert "…" not in capsys.readouterr().out
-    assert main(["measure", "mesh", "--json"]) == 0
-    (folder / "mesh.json").write_text(capsys.readouterr().out)
+    assert main(["measure", "mesh", "--out", "mesh.json"]) == 0
+    text = capsys.readouterr().out
+    assert "…" not in text
     assert len(read_mesh(folder / "mesh.json").goodput) == 6
     eu.says = lambda _: {
         "regions": list(names),

@@ -16,10 +16,13 @@ import structlog
 from diloco_node.cli.measure import own_links
 from diloco_node.cli.measure.own_links import own_folder, with_hidden
 from diloco_node.cli.plan.inputs import read_mesh
+from diloco_node.errors import LinkLost
 from diloco_node.lab.demo.region_processes import free_ports
 from diloco_node.main import main
 from diloco_node.measure import echoes, ends, probes, requester
 from diloco_node.measure.ends import Dialer, measuring_end
+from diloco_node.measure.measuring import Measuring
+from diloco_node.measure.requester import FlowMeasured, MeasurementRequester
 from diloco_node.transport.authority import init_run
 from diloco_node.transport.certificates import load_identity
 from tests.kit.commands import COMMAND
@@ -149,9 +152,52 @@ def test_bandwidth_the_other_way_in_a_table(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.usefixtures("ends_of_run")
+def test_what_was_measured_until_ctrl_c_is_shown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = Measuring.link
+
+    async def interrupted_at_us(measuring: Measuring, peer: str, asked: Any, **how: Any) -> Any:
+        if peer == "us":
+            raise KeyboardInterrupt
+        return await link(measuring, peer, asked, **how)
+
+    monkeypatch.setattr(Measuring, "link", interrupted_at_us)
+    assert main(["measure", "mesh", "-r", "asia", "--out", "mesh.json", "--json", *QUICK]) == 130
+    document = json.loads(capsys.readouterr().out)
+    assert [(one["from"], one["to"]) for one in document["pairs"]] == [("asia", "eu")]
+    assert document["ended_early"] is True
+    assert not (folder / "mesh.json").exists(), "half a mesh is none"
+    assert main(["measure", "mesh", "-r", "asia", *QUICK]) == 130
+    assert "ended early: this is what was measured until then" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("ends_of_run")
+def test_round_trips_are_shown_when_those_under_load_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def breaks(*_: Any, **__: Any) -> FlowMeasured:
+        raise LinkLost("us: the stream ended")
+
+    monkeypatch.setattr(MeasurementRequester, "flow", breaks)
+    assert main(["measure", "latency", "us", "-r", "asia", "--load", *QUICK]) == 5
+    said = capsys.readouterr()
+    assert [line.split()[0] for line in said.out.splitlines()[:2]] == ["load", "none"]
+    assert "us: the stream ended" in said.err
+
+
+@pytest.mark.usefixtures("ends_of_run")
+def test_a_mesh_that_can_not_be_written_in_the_end_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["measure", "mesh", "-r", "asia", "--out", "/dev/full", "--json", *QUICK]) == 6
+    said = capsys.readouterr()
+    assert len(json.loads(said.out)["pairs"]) == 6
+    assert "--out /dev/full can't be written (No space left on device): what was measured is above" in said.err
+
+
+@pytest.mark.usefixtures("ends_of_run")
 def test_the_mesh_is_what_plan_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "…" not in shown(capsys, "mesh", "-r", "asia", *QUICK)
-    (folder / "mesh.json").write_text(shown(capsys, "mesh", "-r", "asia", "--json", *QUICK))
+    table = shown(capsys, "mesh", "-r", "asia", "--out", "mesh.json", *QUICK)
+    assert "…" not in table
     found = read_mesh(folder / "mesh.json")
     assert found.regions == ("asia", "eu", "us")
     assert len(found.goodput) == 6
@@ -203,6 +249,7 @@ def test_a_mesh_leaves_out_regions_that_nobody_can_dial_and_says_where_to_run_it
         (("latency", "eu", "-r", "eu"), 2, "PEER is 'eu': write another region of run.toml, one of asia, us"),
         (("latency", "asia", "-r", "eu"), 2, "asia has no address in run.toml"),
         (("latency", "venus", "-r", "eu"), 2, "PEER is 'venus': write another region of run.toml, one of asia, us"),
+        (("mesh", "-r", "us", "--out", "no/where.json"), 2, "--out no/where.json can't be written"),
     ],
 )
 def test_what_is_wrong_is_said_at_once(
