@@ -18,9 +18,10 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 SHARDS: Final = 1024
 """So many that 32 members differ little in their parts, so few that all their positions are some kilobytes."""
@@ -36,6 +37,8 @@ def shard_owners(run_id: str, regions: Iterable[str]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=64)
 def _owners(run_id: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    import numpy as np  # here: the supervisor and the commands import SHARDS
+
     scores = np.array([_scores(run_id, name) for name in reversed(names)])  # of equal scores the last name's wins
     return tuple([names[-1 - place] for place in scores.argmax(axis=0).tolist()])
 
@@ -92,4 +95,6 @@ def _scores(run_id: str, region: str) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """A member's scores, shard after shard."""
     name = run_id.encode()
     text = b"diloco-node shard\0%d\0%b%b" % (len(name), name, region.encode())
+    import numpy as np
+
     return np.frombuffer(hashlib.shake_256(text).digest(8 * SHARDS), ">u8").astype(np.uint64)

@@ -59,7 +59,7 @@ BODIES: list[EntryBody] = [
     ExtendedBody(800, 0),
     RevokedBody("eu", b"\x0a" * 32),
     MembershipBody("ap", "contributor", "ap.example:4317", b"s" * 71),
-    SettingsBody.of(RunSettings()),
+    SettingsBody.of(RunSettings(weight_share_max=0.5)),
 ]
 
 GOLDEN_LEADER = "e337c776a6c55e97fb1bc3c5135ef251889c1497a393d2cadfd52278a7332fe4"
