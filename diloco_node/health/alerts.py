@@ -77,7 +77,7 @@ WEIGHT_RATIO_MAX: Final = 2.0
 """Times the share of weight that the steps alone would give; half of `tokens_ratio_max`, if that is more."""
 
 LENGTH_RATIO_MAX: Final = 2.0
-"""Three quarters of such a length count, or less (`core.merge.outliers`)."""
+"""As `core.merge.outliers.RATIO_MAX`."""
 
 STANDING_ROUNDS: Final = 8
 """Fewer rounds, or cosines, say nothing about a region."""

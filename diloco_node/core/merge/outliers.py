@@ -2,8 +2,8 @@
 
 A learner that diverges, or lies about nothing but its values, may send an outer gradient a thousand times as long as
 the others'. RDA takes its direction like any other, but the merge would be as long as their mean; a plain mean would be
-that one learner. So a contribution longer than 1.5 times the usual counts as that. A wildly longer one says nothing
-about where the model should go either: its learner diverged, or loaded other weights. It does not count.
+that one learner. So a contribution longer than twice the usual counts as twice. A wildly longer one says nothing about
+where the model should go either: its learner diverged, or loaded other weights. It does not count.
 
 The usual length is the median of the round's members. For who made many more steps it is that of the fragment's last
 rounds if that is longer: in the last round of a run most members have made a step or two, the others a cycle. Both are
@@ -33,10 +33,10 @@ MEMBERS_MIN: Final = 3
 ROUNDS_KEPT: Final = 8
 """Rounds of a fragment that say what is usual."""
 
-RATIO_MAX: Final = 1.5
+RATIO_MAX: Final = 2.0
 """A contribution is at most this many times as long as usual."""
 
-PIECE_RATIO_MAX: Final = 2.0
+PIECE_RATIO_MAX: Final = 3.0
 """So for one piece: learners with other data may learn mostly in other places."""
 
 WILD_RATIO: Final = 20.0

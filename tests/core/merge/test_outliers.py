@@ -33,19 +33,19 @@ def clipped(
     return [row[0] for row in clips(contributions, sizes, recent or RecentRounds())]
 
 
-def test_one_and_a_half_times_the_median_is_what_counts_of_a_longer_one() -> None:
-    # Norms 1, 2, 3, 16: the lower median is 2, so 3 of the last one's 16 count.
+def test_twice_the_median_is_what_counts_of_a_longer_one() -> None:
+    # Norms 1, 2, 3, 16: the lower median is 2, so 4 of the last one's 16 count.
     contributions = [of("a", 1.0), of("b", 2.0), of("c", 3.0), of("d", 16.0)]
-    assert clipped(*contributions) == [1.0, 1.0, 1.0, 0.1875]
-    assert clipped(*contributions[:3], of("d", 3.0)) == [1.0] * 4, "exactly at the limit"
-    assert clipped(*contributions[:3], of("d", 3.0 * (1 + 1e-12)))[3] < 1.0
+    assert clipped(*contributions) == [1.0, 1.0, 1.0, 0.25]
+    assert clipped(*contributions[:3], of("d", 4.0)) == [1.0] * 4, "exactly at the limit"
+    assert clipped(*contributions[:3], of("d", 4.0 * (1 + 1e-12)))[3] < 1.0
 
 
 def test_beyond_twenty_times_nothing_counts() -> None:
     contributions = [of("a", 1.0), of("b", 2.0), of("c", 3.0)]
-    assert clipped(*contributions, of("d", 40.0))[3] == pytest.approx(0.075), "exactly at the limit"
+    assert clipped(*contributions, of("d", 40.0))[3] == pytest.approx(0.1), "exactly at the limit"
     assert clipped(*contributions, of("d", 41.0)) == [1.0, 1.0, 1.0, 0.0]
-    assert clipped(*contributions, of("d", 80.0, steps=32))[3] == pytest.approx(0.075), "twice the steps, twice of both"
+    assert clipped(*contributions, of("d", 80.0, steps=32))[3] == pytest.approx(0.1), "twice the steps, twice of both"
 
 
 def test_of_three_one_that_loaded_other_weights_does_not_count() -> None:
@@ -73,8 +73,8 @@ def test_of_two_the_rounds_before_know(names: str) -> None:
     recent = recent.after([of(name, 1.0) for name in "abcd"])
     # Where all are so long, each counts as if it were as long as usual.
     assert clipped(*contributions, recent=recent)[-1] == (0.001 if names == "d" else 0.0)
-    assert clipped(*contributions[:-1], of("d", 1.5), recent=recent)[-1] == 1.0
-    assert clipped(*contributions[:-1], of("d", 4.0), recent=recent)[-1] == pytest.approx(0.375)
+    assert clipped(*contributions[:-1], of("d", 2.0), recent=recent)[-1] == 1.0
+    assert clipped(*contributions[:-1], of("d", 4.0), recent=recent)[-1] == 0.5
     assert set(excess(contributions, clips(contributions, ONE, recent), recent)) == {"d"}
 
 
@@ -84,16 +84,16 @@ def test_where_nobody_learnt_anything_there_is_nothing_to_compare_with() -> None
 
 def test_who_made_more_steps_may_be_longer_but_not_for_ever() -> None:
     others = [of("a", 1.0), of("b", 1.0), of("c", 1.0)]
-    assert clipped(*others, of("d", 2.25, steps=24))[3] == 1.0, "one and a half times the steps"
-    assert clipped(*others, of("d", 6.0, steps=24))[3] == pytest.approx(0.375)
+    assert clipped(*others, of("d", 3.0, steps=24))[3] == 1.0, "one and a half times the steps"
+    assert clipped(*others, of("d", 6.0, steps=24))[3] == 0.5
     for steps in (32, 64, 10**9):
         assert clipped(*others, of("d", 20.0, steps=steps))[3] == pytest.approx(RATIO_MAX * FASTER_MAX / 20.0)
-    assert clipped(*others, of("d", 1.5, steps=1))[3] == 1.0, "nor is anybody held down for being slow"
+    assert clipped(*others, of("d", 2.0, steps=1))[3] == 1.0, "nor is anybody held down for being slow"
 
 
 def test_a_piece_may_be_as_long_as_one_of_its_size_is_on_average() -> None:
     # Three pieces of 1, 24 and 75 values. The second is never touched by the others: its fair part of the usual norm of
-    # 2 is 2 * sqrt(0.24), twice that may come. The first is held to twice its own median.
+    # 2 is 2 * sqrt(0.24), three times that may come. The first is held to three times its own median.
     sizes = (1, 24, 75)
     others = [of(name, 0.5, 0.0, math.sqrt(3.75)) for name in "abc"]
     fair = 2.0 * math.sqrt(24 / 100)
@@ -102,7 +102,7 @@ def test_a_piece_may_be_as_long_as_one_of_its_size_is_on_average() -> None:
     row = clips([*others, of("d", 10.0, 0.0, 0.0)], sizes, RecentRounds())[3]
     assert row == pytest.approx((PIECE_RATIO_MAX * 0.5 / 10.0, 1.0, 1.0))
     row = clips([*others, of("d", 6.0, 1.0, 1.0)], sizes, RecentRounds())[3]
-    assert row == pytest.approx((1 / 6, 1.0, 1.0)), "1 of 6 counts, and then all of it is short enough"
+    assert row == pytest.approx((0.25, 1.0, 1.0)), "1.5 of 6 count, and then all of it is short enough"
     row = clips([*others, of("d", 0.5, 20.0, 0.0)], sizes, RecentRounds())[3]
     assert row == pytest.approx((1.0, PIECE_RATIO_MAX * fair / 20.0, 1.0))
 
@@ -114,10 +114,8 @@ def test_members_that_made_a_step_or_two_do_not_make_the_others_outliers() -> No
     last = [of("a", 0.001, steps=1), of("b", 0.001, steps=1), of("c", 0.001, steps=1), of("d", 1.0)]
     assert clipped(*last, recent=recent) == [1.0] * 4
     assert clipped(*last)[3] == 0.0, "nothing is known of the rounds before"
-    assert clipped(*last[:3], of("d", 8.0), recent=recent)[3] == pytest.approx(0.375)
-    assert clipped(*last[:3], of("d", 0.004, steps=1), recent=recent)[3] == pytest.approx(0.375), (
-        "a step or two are no cycle"
-    )
+    assert clipped(*last[:3], of("d", 8.0), recent=recent)[3] == 0.5
+    assert clipped(*last[:3], of("d", 0.004, steps=1), recent=recent)[3] == 0.5, "a step or two are no cycle"
     assert clipped(*last[:3], of("d", 1.0, steps=1), recent=recent)[3] == 0.0
 
 
@@ -130,7 +128,7 @@ def test_one_round_of_few_members_does_not_cut_those_that_bring_a_whole_cycle(na
     assert clipped(*last, recent=recent) == [1.0] * 4
     recent = recent.after([of("a", 1e9)])
     assert clipped(*last, recent=recent) == [1.0] * 4, "one wild round is not what is usual"
-    assert clipped(*last[:3], of("d", 8.0), recent=recent)[3] == pytest.approx(0.375)
+    assert clipped(*last[:3], of("d", 8.0), recent=recent)[3] == 0.5
 
 
 def test_what_is_usual_follows_the_last_rounds_and_no_minority() -> None:
@@ -147,11 +145,11 @@ def test_what_is_usual_follows_the_last_rounds_and_no_minority() -> None:
 
 @given(st.integers(0, 2**32 - 1), st.integers(3, 8))
 def test_rounds_of_honest_learners_are_never_touched(seed: int, members: int) -> None:
-    """Up to 1.4 times the median's length all over, in all proportions of the pieces that such learners have."""
+    """Up to 1.8 times the median's length all over, in all proportions of the pieces that such learners have."""
     rng = random.Random(seed)
     recent, sizes = RecentRounds(), (64, 4096, 100_000)
     for _ in range(4):
-        contributions = [of(f"r{m}", *(math.sqrt(s) * rng.uniform(0.95, 1.35) for s in sizes)) for m in range(members)]
+        contributions = [of(f"r{m}", *(math.sqrt(s) * rng.uniform(0.8, 1.4) for s in sizes)) for m in range(members)]
         assert clips(contributions, sizes, recent) == ((1.0, 1.0, 1.0),) * members
         recent = recent.after(contributions)
 
@@ -183,6 +181,6 @@ def test_why_is_said_of_those_that_are_clipped_only() -> None:
     }
     partly = [*contributions[:3], of("d", 12.0, 0.1)]
     assert excess(partly, clips(partly, (50, 50), recent), recent) == {
-        "d": "length 12 is 8.49 times the usual 1.41, 0.167 of its longest piece counts"
+        "d": "length 12 is 8.49 times the usual 1.41, 0.236 of its longest piece counts"
     }
     assert excess(contributions[:3], clips(contributions[:3], (50, 50), recent), recent) == {}

@@ -215,8 +215,8 @@ def test_a_contribution_far_longer_than_the_others_counts_in_part_and_is_an_alar
         norms = ((900.0 if name == "b" else 4.0),) * width
         office.answer(name, Contributed(announcement.ballot, replace(offered(name), squared_norms=norms)))
     decision = decisions(office.go())[0]
-    # Norms 2, 30 and 2 in each piece; of the second 3 count. RDA's radius is 7/3, a mean adds 1/3 of each.
-    by_rule = {MergeRule.RDA: [7 / 9 / 2, 7 / 9 / 30, 7 / 9 / 2], MergeRule.AVG: [1 / 3, 1 / 30, 1 / 3]}
+    # Norms 2, 30 and 2 in each piece; of the second 4 count. RDA's radius is 8/3, a mean adds 1/3 of each.
+    by_rule = {MergeRule.RDA: [8 / 9 / 2, 8 / 9 / 30, 8 / 9 / 2], MergeRule.AVG: [1 / 3, 2 / 45, 1 / 3]}
     for piece, rule in enumerate(MANIFEST.fragments[0].rules):
         assert [row[piece] for row in decision.coefficients] == pytest.approx(by_rule[rule])
     office.hold(announcement)
@@ -227,7 +227,7 @@ def test_a_contribution_far_longer_than_the_others_counts_in_part_and_is_an_alar
     notes = [note for note in office.notes if note.kind == "norms"]
     assert [note.is_alarm for note in notes] == [True, False]
     lengths = 30 * width**0.5, 2 * width**0.5
-    text = "contribution of b: length {:.3g} is 15 times the usual {:.3g}, 0.1 of it counts"
+    text = "contribution of b: length {:.3g} is 15 times the usual {:.3g}, 0.133 of it counts"
     assert notes[0].text == text.format(*lengths)
 
 
