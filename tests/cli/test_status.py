@@ -24,7 +24,7 @@ from diloco_node.cli.status_view import (
 )
 from diloco_node.errors import ConfigError
 from diloco_node.main import main
-from tests.health.test_alerts import DOWN, changed, peers
+from tests.kit.health_kit import DOWN, changed, peers
 from tests.kit.spoiled import spoiled
 
 DOCUMENT: dict[str, Any] = {

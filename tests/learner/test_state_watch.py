@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 import diloco_node
 from diloco_node.wire.learner_link import Warned
 from tests.kit.fake_daemon import FakeDaemon
-from tests.learner.test_model_watch import make, net, train
+from tests.kit.watched_model import make, net, train
 
 
 def _clear(optimizer: torch.optim.Optimizer, _: nn.Module) -> None:

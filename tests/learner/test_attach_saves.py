@@ -1,0 +1,130 @@
+"""Models that save the merged weights by themselves, at each level, and state that no checkpoint can keep."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import diloco_node
+from diloco_node.errors import LearnerError
+from diloco_node.wire.learner_link import (
+    Done,
+    Failed,
+)
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.learner_kit import Toy
+
+
+def in_fabric(model: nn.Module) -> Any:
+    return pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1).setup(model)
+
+
+class Pretrained(nn.Linear):
+    """As a model of Hugging Face is known."""
+
+    def save_pretrained(self) -> dict[str, torch.Tensor]:
+        return self.state_dict()
+
+
+def test_a_model_inside_a_trainers_module_saves_the_merged_weights_by_itself_too(folder: Path) -> None:
+    module = nn.ModuleDict({"model": Pretrained(6, 5), "judge": nn.Linear(5, 2)})
+    inner: Any = module["model"]
+    with FakeDaemon(folder) as daemon, diloco_node.attach(module, torch.optim.SGD(module.parameters())) as diloco:
+        diloco.save_merged(module)
+        with torch.no_grad():
+            inner.weight.zero_()
+        for fragment, theta in enumerate(daemon.theta):
+            daemon.commit(fragment, theta + 1, -1)
+        diloco.settle(0.2)
+        merged = diloco.global_state_dict()
+        assert torch.equal(inner.save_pretrained()["weight"], merged["model.weight"])
+        assert all(torch.equal(value, merged[name]) for name, value in module.state_dict().items())
+    assert torch.equal(inner.save_pretrained()["weight"], inner.weight)
+
+
+@pytest.mark.no_device("torch.nn.DataParallel asks for properties of real ones")
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda model: torch.compile(model, backend="eager"), in_fabric])
+def test_a_wrapped_model_saves_the_merged_weights_from_each_level(folder: Path, wrap: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    wrapped = wrap(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(wrapped, torch.optim.SGD(model.parameters())) as diloco:
+        diloco.save_merged(wrapped)
+        with torch.no_grad():
+            model[0].weight.zero_()
+        for fragment, theta in enumerate(daemon.theta):
+            daemon.commit(fragment, theta + 1, -1)
+        diloco.settle(0.2)
+        merged = diloco.global_state_dict()
+        assert set(merged) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+        for module in (wrapped, model):
+            for name, value in module.state_dict().items():
+                assert torch.equal(value, merged[name.removeprefix("module.").removeprefix("_orig_mod.")])
+    assert torch.equal(model.state_dict()["0.weight"], model[0].weight)
+
+
+def test_a_copy_of_a_model_whose_saves_are_merged_saves_itself(folder: Path) -> None:
+    model = nn.Linear(6, 5)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, torch.optim.SGD(model.parameters())) as diloco:
+        diloco.save_merged(model)
+        average, before = torch.optim.swa_utils.AveragedModel(model), model.weight.detach().clone()
+        for fragment, theta in enumerate(daemon.theta):
+            daemon.commit(fragment, theta + 1, -1)
+        diloco.settle(0.2)
+        assert not torch.equal(model.weight, before)
+        assert torch.equal(model.state_dict()["weight"], diloco.global_state_dict()["weight"])
+        assert torch.equal(average.state_dict()["module.weight"], average.module.weight)
+        assert torch.equal(average.module.state_dict()["weight"], before)
+
+
+class NoJson:
+    def state_dict(self) -> dict[str, float]:
+        return {"position": float("nan")}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        raise AssertionError(state)
+
+
+class Broken(NoJson):
+    def state_dict(self) -> dict[str, float]:
+        raise ZeroDivisionError("no position")
+
+
+def test_state_that_no_checkpoint_can_keep_does_not_spoil_the_end(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer, stateful={"data": NoJson()}) as diloco:
+            toy.step(diloco)
+        assert daemon.wait_for(Done).step == 1
+
+
+def test_exception_in_the_last_checkpoint_is_told_and_lets_go_of_everything(folder: Path) -> None:
+    toy = Toy()
+    before = signal.getsignal(signal.SIGTERM)
+    with FakeDaemon(folder) as daemon:
+        diloco = diloco_node.attach(toy.model, toy.optimizer, stateful={"data": Broken()})
+        toy.step(diloco)
+        with pytest.raises(ZeroDivisionError):
+            diloco.close()
+        assert daemon.wait_for(Failed).reason == "ZeroDivisionError: no position"
+        assert signal.getsignal(signal.SIGTERM) == before
+        diloco.close()
+
+
+def test_a_step_after_the_end_is_refused_in_words(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder):
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            toy.step(diloco)
+        assert torch.equal(diloco.own_state_dict()["0.weight"], toy.model[0].weight.cpu())
+        with pytest.raises(LearnerError, match="after close"):
+            toy.step(diloco)
+
+
+def test_learner_without_a_checkpoint_folder_writes_none(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer, checkpoint_every_s=0) as diloco:
+        toy.step(diloco)
+    assert [path.name for path in (folder / "learner").iterdir()] == ["trained-1"]

@@ -1,0 +1,162 @@
+"""Writes that no optimizer made: those by data are refused or told once, a constraint is no load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import diloco_node
+from diloco_node.errors import LearnerError
+from diloco_node.wire.learner_link import Warned
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.watched_model import load_by_hand, make, net, train
+
+
+def _triple_without_a_count(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(3)
+
+
+def _triple_by_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 3
+
+
+def _triple_as_vector(model: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach() * 3
+    nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+@pytest.mark.parametrize("change", [_triple_without_a_count, _triple_by_data, _triple_as_vector])
+def test_weights_that_are_put_in_place_by_data_in_mid_run_are_refused(
+    folder: Path, change: Callable[[nn.Module], None]
+) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, 3)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()  # as model.to() does
+        train(model, optimizer, diloco)
+        change(model)
+        with pytest.raises(LearnerError, match="changed between two steps by something else"):
+            train(model, optimizer, diloco)
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
+
+
+def test_what_a_loop_writes_by_data_is_told_once_and_hidden_steps_are_not(folder: Path) -> None:
+    model = net()
+    optimizer = make(model, lr=0.1)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        for _ in range(2):
+            train(model, optimizer, diloco)
+            for _ in range(20):  # as a captured graph makes them: no hook tells of a step, and nothing is counted
+                for parameter in model.parameters():
+                    parameter.data.mul_(0.9)
+                diloco.step(tokens=4)
+        train(model, optimizer, diloco, 2)
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
+        for _ in range(2):
+            model[1].weight.data.mul_(0.99)  # type: ignore[operator, union-attr]
+            train(model, optimizer, diloco)
+        text = daemon.wait_for(Warned).text
+        assert text.startswith("'1.weight' was written to by something else than its optimizer")
+        assert len([message for message in daemon.said if isinstance(message, Warned)]) == 1
+
+
+def _shift_bias(model: nn.Module) -> None:
+    model[0].bias.data.add_(0.1)  # type: ignore[index, operator, union-attr]
+
+
+def _load_small_layer(model: nn.Module) -> None:
+    for parameter, other in zip(model[0].parameters(), net(7)[0].parameters(), strict=True):  # type: ignore[index]
+        parameter.data.copy_(other.data)
+
+
+def _put_small_layer(model: nn.Module) -> None:
+    for parameter, other in zip(model[0].parameters(), net(7)[0].parameters(), strict=True):  # type: ignore[index]
+        parameter.data = other.data.t().contiguous().t()
+
+
+def _zero_through_numpy(model: nn.Module) -> None:
+    model[0].bias.detach().numpy()[:] = 0.0  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize("moment", ["before the step", "before the boundary"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        _shift_bias,
+        _load_small_layer,
+        _put_small_layer,
+        pytest.param(_zero_through_numpy, marks=pytest.mark.no_device("NumPy sees the host's memory alone")),
+    ],
+)
+def test_a_write_by_data_to_small_tensors_alone_is_told_by_name(
+    folder: Path, change: Callable[[nn.Module], None], moment: str
+) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, 3)
+        if moment == "before the boundary":
+            optimizer.step()
+        change(model)
+        if moment == "before the boundary":
+            diloco.step(tokens=4)
+        train(model, optimizer, diloco, 2)
+        text = daemon.wait_for(Warned).text
+        assert text.startswith(("'0.bias' was written to by something else", "'0.weight' was written to by something"))
+
+
+def _clamp(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
+
+
+def _clamp_counted(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(min=0.0)
+
+
+def _prune(model: nn.Module) -> None:
+    weight = model[1].weight  # type: ignore[index]
+    weight.data.mul_(weight.data.abs() > weight.data.abs().median())  # type: ignore[operator, union-attr]
+
+
+def _limit_norms(model: nn.Module) -> None:
+    weight = model[1].weight  # type: ignore[index]
+    weight.data = torch.renorm(weight.data, 2, 0, 0.1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("constraint", [_clamp, _clamp_counted, _prune, _limit_norms])
+def test_a_constraint_far_from_the_first_weights_is_told_and_no_load(
+    folder: Path, constraint: Callable[[nn.Module], None]
+) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco)
+        for _ in range(3):
+            constraint(model)
+            train(model, optimizer, diloco)
+        daemon.wait_for(Warned)
+        assert len([message for message in daemon.said if isinstance(message, Warned)]) == 1
+        load_by_hand(model)
+        with pytest.raises(LearnerError, match="changed between two steps by something else"):
+            train(model, optimizer, diloco, 2)
+
+
+def test_a_clamp_before_the_first_step_is_told_and_no_load(folder: Path) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        _clamp(model)
+        train(model, optimizer, diloco, 2)
+        assert "'0.weight' was written to by something else" in daemon.wait_for(Warned).text
+        assert diloco.steps == 2
