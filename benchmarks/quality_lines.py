@@ -101,9 +101,11 @@ def _mean(runs: dict[int, dict[str, Any]]) -> float:
 
 
 def read(path: Path) -> list[Setting]:
-    """The settings of a file; those of a run cut off in the middle of its line are left out."""
-    lines = path.read_text().splitlines()
-    return settings_of(json.loads(line) for line in lines if line.endswith("}"))
+    """The settings of a file, of its newest revision; a run cut off in the middle of its line is left out."""
+    records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    revisions = [json.loads(record["key"])[0] for record in records]
+    newest = max(revisions, default=0)
+    return settings_of(record for record, revision in zip(records, revisions, strict=True) if revision == newest)
 
 
 def table(settings: Sequence[Setting]) -> str:

@@ -33,9 +33,8 @@ from diloco_node.errors import ConfigError, ProtocolViolation, StoreRefused
 from diloco_node.numeric import NS_PER_S
 from diloco_node.storage.object_store import bucket_scheme
 from diloco_node.storage.store import RegionStore
-from diloco_node.storage.swapped_object import FOLDER, RECORD, SwappedObject
+from diloco_node.storage.swapped_object import BEFORE, FOLDER, RECORD, SwappedObject
 
-BEFORE: Final = f"{FOLDER}-before"
 """The record that an empty one was put in place of: what it acknowledged stays known, should the rest not be done."""
 
 TERMS_AHEAD: Final = 1 << 16

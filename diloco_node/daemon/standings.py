@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from math import sqrt
-from statistics import median, median_low
+from statistics import median, median_high, median_low
 from typing import Any, Final, NamedTuple
 
-from diloco_node.core.merge.outliers import MEMBERS_MIN, WILD_RATIO
+from diloco_node.core.merge.outliers import FASTER_MAX, MEMBERS_MIN, WILD_RATIO
 from diloco_node.core.types import RoundBody
 
 ROUNDS_KEPT: Final = 64
@@ -23,12 +23,17 @@ TOKEN_ROUNDS: Final = 4
 
 
 class _Turn(NamedTuple):
-    """A region in one round. length_ratio: to the median member; None where too few can be compared."""
+    """A region in one round.
+
+    length_ratio: to the median member, step for step; wild_ratio: with as few steps as the merge counts. None where too
+    few can be compared.
+    """
 
     steps: int
     tokens: int
     weight_share: float
     length_ratio: float | None
+    wild_ratio: float | None
 
 
 class Standings:
@@ -54,11 +59,11 @@ class Standings:
                     member.contribution.tokens,
                     member.weight / weights,
                     # More steps go further: up to so many times as far.
-                    length / usual_length / max(1.0, member.contribution.steps / usual_steps)
-                    if is_comparable
-                    else None,
+                    length / usual_length / pace if is_comparable else None,
+                    length / usual_length / min(pace, FASTER_MAX) if is_comparable else None,
                 )
                 for member, length in zip(members, lengths, strict=True)
+                for pace in (max(1.0, member.contribution.steps / usual_steps),)
             }
         )
 
@@ -73,7 +78,6 @@ class Standings:
 
     def _row(self, name: str, turns: Sequence[_Turn], steps_all: int) -> dict[str, Any]:
         steps, recent = sum(turn.steps for turn in turns), turns[-TOKEN_ROUNDS:]
-        ratios = [turn.length_ratio for turn in turns if turn.length_ratio is not None]
         cosines = self._cosines.get(name, ())
         return {
             "region": name,
@@ -81,15 +85,20 @@ class Standings:
             "tokens_per_step": sum(turn.tokens for turn in recent) / sum(turn.steps for turn in recent),
             "weight_share": sum(turn.weight_share for turn in turns) / len(self._rounds),
             "steps_share": steps / steps_all,
-            "length_ratio": _telling(ratios),
+            "length_ratio": _telling(turns),
             "cosine": sum(cosines) / len(cosines) if cosines else None,
             "cosines": len(cosines),
             "cosines_negative": sum(value < 0.0 for value in cosines),
         }
 
 
-def _telling(ratios: Sequence[float]) -> float | None:
-    """Return the ratio of lengths that tells of a region: the usual one of late, or one of which nothing counted."""
-    if max(ratios, default=0.0) > WILD_RATIO:
-        return max(ratios)
-    return median_low(ratios[-LENGTH_ROUNDS:]) if len(ratios) >= LENGTH_ROUNDS else None
+def _telling(turns: Sequence[_Turn]) -> float | None:
+    """Return the ratio of lengths that tells of a region: the usual one of late, or one of which nothing counted.
+
+    The upper of the middle two: a region may be too long in half of the fragments.
+    """
+    ratios = [turn.length_ratio for turn in turns if turn.length_ratio is not None]
+    wildest = max((turn.wild_ratio for turn in turns if turn.wild_ratio is not None), default=0.0)
+    if wildest > WILD_RATIO:
+        return wildest
+    return median_high(ratios[-LENGTH_ROUNDS:]) if len(ratios) >= LENGTH_ROUNDS else None

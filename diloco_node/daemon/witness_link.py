@@ -55,7 +55,7 @@ from diloco_node.numeric import U8
 from diloco_node.storage.durable import DamagedFile
 from diloco_node.storage.object_store import BucketObjects, bucket_scheme
 from diloco_node.storage.store import RegionStore
-from diloco_node.storage.swapped_object import FOLDER, RECORD, SwappedObject
+from diloco_node.storage.swapped_object import BEFORE, FOLDER, RECORD, SwappedObject
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.wire.message_tables import BudgetLane
 
@@ -328,7 +328,7 @@ class WitnessLink:
 
     def _orphans(self, place: _WitnessPlace, record: WitnessRecord) -> Callable[[], frozenset[str]]:
         """In a thread: the keys of objects that nobody will name, by what was just written."""
-        read_at, keys = place.read_at, {RECORD, *map(_key, record.payloads)}
+        read_at, keys = place.read_at, {RECORD, BEFORE, *map(_key, record.payloads)}
         assert read_at is not None
 
         def find() -> frozenset[str]:

@@ -41,7 +41,7 @@ from diloco_node.learner.layouts.module_group import ModuleGroup
 from diloco_node.learner.layouts.names import unwrap
 from diloco_node.learner.layouts.shard_map import agreed, describe
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.leaving import EndWish, end_on_final, failure
+from diloco_node.learner.leaving import EndWish, end_on_final, failure, is_at_end
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.loss import HeldOutLoss, HeldOutLosses
 from diloco_node.learner.loss_watch import LossWatch
@@ -377,7 +377,8 @@ class Diloco:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, GeneratorExit) and self._ranks.size > 1:
-            return self._close(None)  # maybe of this rank alone: the others would wait for it, or it for them
+            self._warn("the loop ended in a generator, so the last steps of several ranks are merged and kept nowhere")
+            return self._close(None)
         if error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
             return self.close()
         if self._session is not None and self._wish.reason and not self._is_closed:
@@ -388,31 +389,31 @@ class Diloco:
     def close(self) -> None:
         """Leave: all ranks. A finished run's parameters come into the model, the last checkpoint is written."""
         last: Done | None = None
-        session = self._session
-        boundaries = None if self._is_closed else self._boundaries
+        session, boundaries = self._session, None if self._is_closed else self._boundaries
         self._terminate.leave()
         try:
-            foreign, is_asked = "", self.should_stop
-            if boundaries is not None and self._watch is not None:
-                foreign = self._watch.foreign_write()
+            foreign = self._watch.foreign_write() if boundaries is not None and self._watch is not None else ""
+            if boundaries is not None:
                 end_on_final(boundaries, self._warn, foreign)
             self.checkpoint()
-            if boundaries and self._ranks.can_meet and (is_asked := self.should_stop or boundaries.are_asked_to_stop()):
+            # A process that was asked to stop, this or another rank's, has not stopped for good: the next one goes on.
+            if boundaries and self._ranks.can_meet and (self.should_stop or boundaries.are_asked_to_stop()):
                 if session is not None:
                     self._report(session)  # rounds are opened for the steps that were reported
                     if foreign and session.has_unmerged_steps:
                         self._warn(foreign)
                 for boundary in boundaries.leave(0.0 if foreign else self._terminate.deadline_s):
                     self._crossed(boundary)
+                was_over = self.should_stop and not self.is_interrupted
+                self.is_interrupted = not is_at_end(boundaries, self._warn, was_over=was_over)
+            elif boundaries is not None and session is not None:
+                self.is_interrupted = session.stop_reason is None and (self.should_stop or self._terminate.is_set)
         except BaseException as error:
             self._close(failure(error))
             raise
-        if session is not None and not self._is_closed:
-            # A process that was asked to stop, this or another rank's, has not stopped for good: the next one goes on.
-            self.is_interrupted = session.stop_reason is None and (is_asked or self._terminate.is_set)
-            if not self.is_interrupted:
-                counts = session.fragments.step, session.fragments.tokens
-                last = Done(*counts, blocked_ns=self._blocked_ns, **self._held_out.fields)
+        if session is not None and not self._is_closed and not self.is_interrupted:
+            counts = session.fragments.step, session.fragments.tokens
+            last = Done(*counts, blocked_ns=self._blocked_ns, **self._held_out.fields)
         self._close(last)
 
     def _close(self, last: Done | Failed | None) -> None:
@@ -456,7 +457,7 @@ class Diloco:
             self._session = LearnerSession(
                 Path(socket), Path(memory), self._tensors, listing, specs=specs, shards=shards, ranks=self._ranks
             )
-            self._terminate.note = self._session.note_stop
+            self._session.follow_stop(self._terminate)
         welcome = join(self._session, self._ranks, self._terminate.is_asked)
         if welcome is None:
             self.is_interrupted = self._terminate.is_set

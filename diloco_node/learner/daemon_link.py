@@ -64,7 +64,7 @@ class LearnerLink:
     """
 
     def __init__(self, path: Path, make_attach: Callable[[], Attach]) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a signal's handler may save the model in the middle of a boundary
         self.is_up = False
         self._path = path
         self._make_attach = make_attach

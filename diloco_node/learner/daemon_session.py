@@ -24,6 +24,7 @@ from diloco_node.learner.fragment_settings import ENCODER_VARIABLE, FragmentSett
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
+from diloco_node.learner.process_signals import TerminateFlag
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.ranks import NO_ORDERS, Orders, Ranks
 from diloco_node.learner.region_shards import HERE
@@ -105,6 +106,7 @@ class LearnerSession:
         self.timer = StepTimer()
         self.run_clock = RunClock()
         self.place = PlaceMark(os.getpid())
+        self._has_stop: Callable[[], bool] = lambda: False
         # PLACE_BYTES, from the first Welcome on.
         self._place_area: mmap.mmap | None = None
         self._memory = memory
@@ -281,15 +283,20 @@ class LearnerSession:
         place, fragments = self.place, self.fragments
         included_step = min(map(_INCLUDED_STEP, fragments.positions), default=0)
         checkpoint_step = max(checkpoint_step, place.checkpoint_step)
-        pause = place.since_s, place.limit_s, place.activity, place.is_interrupted
+        pause = place.since_s, place.limit_s, place.activity, self._has_stop()
         self._write_place(PlaceMark(place.pid, fragments.step, included_step, checkpoint_step, *pause))
 
     def pause(self, activity: str, *, since_s: float, limit_s: float) -> None:
         """Write that the loop makes no steps for a while, and why; an empty activity: it goes on."""
-        self._write_place(replace(self.place, activity=activity, since_s=since_s, limit_s=limit_s))
+        mark = replace(self.place, is_interrupted=self._has_stop())
+        self._write_place(replace(mark, activity=activity, since_s=since_s, limit_s=limit_s))
 
-    def note_stop(self) -> None:
-        """Write that a signal asked this process to stop. In the signal's handler: the script may end in its own."""
+    def follow_stop(self, terminate: TerminateFlag) -> None:
+        """Write with each place whether a signal asked this process to stop, and at once when one does."""
+        self._has_stop, terminate.note = lambda: terminate.has_stop, self._note_stop
+
+    def _note_stop(self) -> None:
+        # In the signal's handler: the script may end in its own.
         self._write_place(replace(self.place, is_interrupted=True))
 
     def _write_place(self, place: PlaceMark) -> None:

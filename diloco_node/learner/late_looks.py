@@ -20,7 +20,7 @@ class LateLook(NamedTuple):
     """A look on its way.
 
     Attributes:
-        number: one. limit: a greater one is refused. judge: raises LearnerError for such a number.
+        number: its result. limit: a greater one is refused. judge: raises LearnerError for such a number.
     """
 
     number: LateNumbers

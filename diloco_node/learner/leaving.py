@@ -91,6 +91,19 @@ def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None], foreig
         warn("the run is over, but its last versions did not come here: take final.safetensors, not this model")
 
 
+def is_at_end(boundaries: StepBoundaries, warn: Callable[[str], None], *, was_over: bool) -> bool:
+    """Share whether the run is over, on all ranks; where it ended while they waited to leave, `end_on_final` again.
+
+    was_over: they knew it before they left.
+    """
+    reason = (boundaries.session and boundaries.session.stop_reason) or ""
+    if not boundaries.ranks.share_bytes(reason.encode()):
+        return False
+    if not was_over:
+        end_on_final(boundaries, warn)
+    return True
+
+
 def _place_final(fragments: LearnerFragments, session: LearnerSession | None) -> None:
     """Set the model to the global parameters, as a new process is set to them."""
     whole = fragments.gathered(fragments.global_vectors())

@@ -161,9 +161,10 @@ class LoopState:
         for label, new, old, distance in pairs:
             if new.shape != old.shape or new.device != old.device:
                 continue
-            # A module may lie on several devices; its distance is on one of them.
-            factor = distance.to(new.device, non_blocking=True) if isinstance(distance, Tensor) else distance
-            count = ((new != old) & ~(new.isnan() & old.isnan())).sum() * factor
+            count = ((new != old) & ~(new.isnan() & old.isnan())).sum()
+            if isinstance(distance, Tensor):  # a module may lie on several devices
+                count = count.to(distance.device)
+            count = count * distance
             self._changes[label] = (
                 self._changes[label] + count.to(self._changes[label].device) if label in self._changes else count
             )

@@ -483,11 +483,11 @@ class ModelWatch:
             self._likeness[name, key] = torch.where(is_copy, torch.minimum(first, likeness), 0.0)
         if self._likeness:
             greatest = stack(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max()
-            self._looks.note(greatest, COPY_LIKENESS, self._judge_likeness)
+            self._looks.note(greatest, COPY_LIKENESS, partial(self._judge_likeness, self._likeness))
 
-    def _judge_likeness(self, greatest: float) -> None:
+    def _judge_likeness(self, likeness: dict[tuple[str, str], Tensor], greatest: float) -> None:
         if greatest > COPY_LIKENESS:
-            (name, key), _ = max(self._likeness.items(), key=lambda entry: float(entry[1]))
+            (name, key), _ = max(likeness.items(), key=lambda entry: float(entry[1]))
             kinds = sorted({kind_of(optimizer) for optimizer, record in self._optimizers.items() if record})
             raise LearnerError(
                 f"the optimizer ({', '.join(kinds)}) trains a copy of {name!r}, its state {key!r}: it would take back "

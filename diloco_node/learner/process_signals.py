@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -30,6 +31,9 @@ LEAVE_SHARE: Final = 0.8
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Schedulers and spot notices send them. A script that has a handler for one may leave with exit code 0."""
 
+STOP_LASTS_S: Final = 300.0
+"""So long a stop signal is the reason of an end: a handler may be for a profile or a checkpoint only."""
+
 log = logging.getLogger("diloco_node.learner")
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -41,14 +45,16 @@ class TerminateFlag:
     """SIGTERM asks the loop to end at a boundary. Handlers of the script are called as well.
 
     Attributes:
-        is_set: SIGTERM came. has_stop: a stop signal came that is handled here, SIGTERM or another.
+        is_set: SIGTERM came, or the script leaves its loop for another stop signal.
         note: called at each such signal, in its handler.
     """
 
     def __init__(self) -> None:
-        self.is_set = self.has_stop = False
+        self.is_set = False
         self.note: Callable[[], None] = lambda: None
+        # Monotonic: when SIGTERM came first, and the last stop signal.
         self._set_s: float | None = None
+        self._stop_s = -math.inf
         # By signal: the handler that stands here, and the one that it stands in for.
         self._handlers: dict[int, tuple[_Handler, _Handler | signal.Handlers]] = {}
         self._pid = os.getpid()
@@ -67,13 +73,19 @@ class TerminateFlag:
             for number in STOP_SIGNALS:
                 handler = signal.getsignal(number)
                 # Nor for the stand-in of another learner in this process, such as one that a newer process replaced.
-                is_stand_in = isinstance(handler, partial) and handler.func.__name__ == self._handle.__name__
+                function = getattr(handler.func, "__func__", None) if isinstance(handler, partial) else None
+                is_stand_in = function is TerminateFlag._handle
                 if callable(handler) and handler is not signal.default_int_handler and not is_stand_in:
                     self._stand_in(number, handler)
         return self.is_set
 
+    @property
+    def has_stop(self) -> bool:
+        """Whether SIGTERM came, or of late another stop signal that the script handles."""
+        return self._set_s is not None or time.monotonic() - self._stop_s < STOP_LASTS_S
+
     def leave(self) -> None:
-        """Take any stop signal for the reason why the script leaves its loop."""
+        """Take a stop signal for the reason why the script leaves its loop."""
         self.is_set |= self.has_stop
 
     @property
@@ -87,15 +99,15 @@ class TerminateFlag:
 
     def _stand_in(self, number: int, handler: _Handler | signal.Handlers) -> None:
         # A function of its own for each: the script's may call the one that stood there before.
-        ours = partial(self._handle, handler)
-        self._handlers[number] = ours, handler
-        signal.signal(number, ours)
+        stand_in = partial(self._handle, handler)
+        self._handlers[number] = stand_in, handler
+        signal.signal(number, stand_in)
 
     def _handle(self, handler: _Handler | signal.Handlers, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
-            self.is_set |= number == signal.SIGTERM
-            self.has_stop = True
-            self._set_s = self._set_s or time.monotonic()
+            self._stop_s = time.monotonic()
+            if number == signal.SIGTERM:
+                self.is_set, self._set_s = True, self._set_s or self._stop_s
             self.note()
         elif not callable(handler):
             # A process that the loop has forked: who ends a pool of workers waits until they are gone.
@@ -108,8 +120,8 @@ class TerminateFlag:
         """Give the signals back, unless the script has taken them meanwhile. Only the main thread can."""
         self.note = lambda: None
         if threading.current_thread() is threading.main_thread():
-            for number, (ours, handler) in self._handlers.items():
-                if signal.getsignal(number) is ours:
+            for number, (stand_in, handler) in self._handlers.items():
+                if signal.getsignal(number) is stand_in:
                     signal.signal(number, handler)
 
 

@@ -232,7 +232,9 @@ def judge_version(steps: Sequence[StepAfter]) -> _Verdict | None:
     others = [value for at, value in enumerate(values) if at != worst]
     usual = median(others)
     jump = 0.0 if steps[worst].cosine > LEADS_BACK else usual - values[worst]
-    return _Verdict(first, jump, tuple(abs(value - usual) for value in others))
+    deviations = sorted(abs(value - usual) for value in others)
+    # The median of an odd number is one of them: its 0 says nothing about noise.
+    return _Verdict(first, jump, tuple(deviations[len(others) % 2 :]))
 
 
 def _beyond(share: float, neighbours: Sequence[float], cosine: float) -> float:

@@ -22,6 +22,10 @@ FOLDER: Final = "witness"
 """Everything of a witness is below this name in its bucket."""
 
 RECORD: Final = f"{FOLDER}/record"
+
+BEFORE: Final = f"{FOLDER}/before"
+"""The record that `members recover` has closed."""
+
 CLIENT: Final[ClientConfig] = {"connect_timeout": "3s", "timeout": "10s", "allow_http": True}
 RETRIES: Final[RetryConfig] = {"max_retries": 0}
 """None: the core asks again. And a write that was sent twice could be refused for the first one's sake."""

@@ -102,6 +102,8 @@ class LearnerWatch:
         # When this life was told to write its stacks and end; None: it was not.
         self._aborted_s: float | None = None
         self._last_action = Action.NOTHING
+        # Lives in a row that ended with code 0 and had called attach() no more, as the life before them had.
+        self._early_ends = 0
 
     @property
     def limit_s(self) -> float:
@@ -196,7 +198,9 @@ class LearnerWatch:
         if code == 0 and place != self.old_place and place is not None and place.is_interrupted:
             self.reason = "a signal from outside asked it to stop, and the run goes on"
             return True
-        if code == 0 and (place is None or place != self.old_place):
+        is_early = code == 0 and place is not None and place == self.old_place
+        self._early_ends = self._early_ends + 1 if is_early else 0
+        if code == 0 and (not is_early or self._early_ends > 1):  # twice: it has found its own result
             self.state = "done"
             return False
         self.reason = f"{_in_words(code)} after {lived_s:.1f} s"

@@ -40,7 +40,12 @@ def test_a_region_that_turns_too_long_is_told_of_after_half_of_the_recent_rounds
     """D-175: one round of twice the length, or three, are usual."""
     ratios = rounds_of(*[3.0] * LENGTH_ROUNDS, *[15.0] * 5)
     assert ratios[: LENGTH_ROUNDS - 1] == [None] * (LENGTH_ROUNDS - 1)
-    assert ratios[LENGTH_ROUNDS - 1 :] == pytest.approx([1.0, 1.0, 1.0, 1.0, 1.0, 5.0])
+    assert ratios[LENGTH_ROUNDS - 1 :] == pytest.approx([1.0, 1.0, 1.0, 1.0, 5.0, 5.0])
+
+
+def test_a_region_that_is_too_long_in_every_second_round_is_told_of() -> None:
+    """As if it diverged in half of the fragments."""
+    assert rounds_of(*[3.0, 15.0] * LENGTH_ROUNDS)[-1] == pytest.approx(5.0)
 
 
 def test_a_length_is_told_step_for_step() -> None:
@@ -51,6 +56,11 @@ def test_one_length_of_which_nothing_counts_is_told_of_at_once_until_its_round_i
     ratios = rounds_of(63.0, *[3.0] * ROUNDS_KEPT)
     assert ratios[:-1] == pytest.approx([21.0] * ROUNDS_KEPT)
     assert ratios[-1] == pytest.approx(1.0)
+
+
+def test_a_length_of_which_the_merge_takes_nothing_is_wild_with_many_steps_too() -> None:
+    """A merge allows twice the length for more steps, however many they are (`outliers.FASTER_MAX`)."""
+    assert rounds_of(180.0, *[3.0] * LENGTH_ROUNDS, steps=64)[-1] == pytest.approx(30.0)
 
 
 def test_of_two_nobody_is_too_long() -> None:

@@ -1,8 +1,12 @@
 """`Diloco.finish`, and the parameters that are in the model after the `with` block."""
 
 import contextlib
+import os
+import signal
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +21,10 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner import leaving
 from diloco_node.learner.attach import Diloco
 from diloco_node.learner.local_fragments import LearnerFragments
+from diloco_node.learner.process_signals import STOP_VARIABLE
 from diloco_node.wire.learner_link import Done, EndWanted, OfferApplied, RunAdvanced, SnapshotReady, Warned
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, in_background
-from tests.kit.learner_kit import Toy
+from tests.kit.learner_kit import Toy, session_of
 
 
 def model_values(toy: Toy, daemon: FakeDaemon) -> list[np.ndarray]:
@@ -46,12 +51,55 @@ def in_fragments(daemon: FakeDaemon, values: dict[str, np.ndarray]) -> list[np.n
     ]
 
 
+def in_other_thread(call: Callable[[], bool]) -> bool:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result(PATIENCE_S)
+
+
 def steps_until_stop(toy: Toy, diloco: Diloco) -> None:
     deadline_s = time.monotonic() + PATIENCE_S
     while not diloco.should_stop:
         assert time.monotonic() < deadline_s
         toy.step(diloco)
         time.sleep(0.001)
+
+
+@pytest.mark.timeout(60)
+def test_a_handler_may_save_the_model_in_the_middle_of_a_boundary(folder: Path) -> None:
+    """As SLURM's does before it requeues: the thread that it interrupts holds the lock."""
+    toy = Toy()
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        toy.step(diloco)
+        with session_of(diloco).link.lock:
+            assert diloco.global_state_dict()
+
+
+def test_a_run_that_ends_while_a_process_waits_to_leave_leaves_its_result(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STOP_VARIABLE, "20")
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            daemon.want(0)
+            toy.steps_until(diloco, daemon, SnapshotReady, 1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            toy.step(diloco)
+            assert diloco.should_stop
+            assert diloco.is_interrupted
+
+            def end() -> None:
+                time.sleep(0.3)  # the block is left meanwhile, and waits for the merge
+                daemon.stop_learner("run.steps is reached", tuple(version + 1 for version in daemon.versions))
+                for fragment, theta in enumerate(daemon.theta):
+                    daemon.commit(fragment, theta + 1, 0 if fragment == 0 else -1)
+
+            thread = threading.Thread(target=end)
+            thread.start()
+        thread.join(PATIENCE_S)
+        assert not diloco.is_interrupted
+        assert holds_result(toy, daemon)
+        assert isinstance(daemon.said[-1], Done)
 
 
 # ---- the result ------------------------------------------------------------------------------------------------------
@@ -150,7 +198,8 @@ def test_the_link_does_not_describe_the_learner_while_it_takes_the_result(
             assert session is not None
 
             def looked_at(self: LearnerFragments, *args: Any) -> OfferApplied:
-                seen.append(session.link.lock.locked())
+                # Another thread, for this one would get it again.
+                seen.append(not in_other_thread(lambda: session.link.lock.acquire(blocking=False)))
                 return apply(self, *args)
 
             monkeypatch.setattr(LearnerFragments, "apply", looked_at)

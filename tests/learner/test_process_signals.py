@@ -7,11 +7,13 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 
 import pytest
 
-from diloco_node.learner.process_signals import STOP_SIGNALS, TerminateFlag
+from diloco_node.learner import process_signals
+from diloco_node.learner.process_signals import STOP_LASTS_S, STOP_SIGNALS, TerminateFlag
 
 PATIENCE_S = 180.0
 
@@ -73,6 +75,39 @@ def test_a_handler_of_the_script_is_called_and_the_signal_is_seen(number: int) -
         signal.signal(number, earlier)
         flag.restore()
         assert signal.getsignal(number) is earlier
+
+
+class Profile:
+    """Handlers need not be functions."""
+
+    calls = 0
+
+    def __call__(self, *_: object) -> None:
+        self.calls += 1
+
+
+@pytest.mark.usefixtures("before")
+def test_a_signal_that_was_for_something_else_ends_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, profile = [1000.0], Profile()
+    monkeypatch.setattr(process_signals.time, "monotonic", lambda: now_s[0])
+    earlier = signal.signal(signal.SIGUSR1, partial(profile))
+    flag = TerminateFlag()
+    try:
+        flag.install()
+        signal.raise_signal(signal.SIGUSR1)
+        assert (profile.calls, flag.has_stop) == (1, True)
+        now_s[0] += STOP_LASTS_S
+        assert not flag.has_stop
+        flag.leave()
+        assert not flag.is_asked(), "the loop ends for another reason"
+        now_s[0] += 3600.0
+        signal.raise_signal(signal.SIGTERM)
+        assert flag.deadline_s > now_s[0], "of this signal, and not of the one an hour ago"
+        now_s[0] += 3600.0
+        assert flag.has_stop
+    finally:
+        flag.restore()
+        signal.signal(signal.SIGUSR1, earlier)
 
 
 @pytest.mark.usefixtures("before")

@@ -156,7 +156,7 @@ def test_short_memories_of_an_optimizer_are_no_copies(beta: float, every: int, s
 
 @pytest.mark.no_device("180 trainings; what is taken back is found there by the other tests")
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("every", [3, 8, 30])
+@pytest.mark.parametrize("every", [3, 5, 8, 30])
 @pytest.mark.parametrize("way", [1.0, 0.1, 0.01])
 @pytest.mark.parametrize(
     ("kind", "lr"), [("adamw", 1e-3), ("adamw", 3e-2), ("sgd", 1e-2), ("sgd", 1.0), ("momentum", 0.1)]

@@ -206,14 +206,14 @@ def test_one_that_was_asked_to_stop_from_outside_is_not_done() -> None:
     assert not watch.ended(0, lived_s=5.0, now_s=11, place=PlaceMark(8, step=9)), "this life ended by itself"
 
 
-def test_one_that_ends_before_it_attaches_though_the_life_before_did_is_a_crash() -> None:
+def test_one_that_ends_before_it_attaches_though_the_life_before_did_is_believed_the_second_time() -> None:
     watch, place = running(), PlaceMark(7, step=3)
     watch.ended(-9, lived_s=5.0, now_s=5, place=place)
-    for life in range(CRASHES_MAX):
-        watch.started(None, now_s=6 + life, place=place)
-        assert watch.ended(0, lived_s=1.0, now_s=7 + life, place=place) is (life < CRASHES_MAX - 1)
+    for code, state in ((0, "waiting"), (-9, "waiting"), (0, "waiting"), (0, "done")):
+        watch.started(None, now_s=6, place=place)
+        assert watch.ended(code, lived_s=1.0, now_s=7, place=place) is (state == "waiting")
+        assert watch.state == state
     assert "exit code 0 after 1.0 s: it ended before attach(), which the life before it had called" in watch.reason
-    assert watch.state == "stopped"
 
 
 def test_a_signal_that_python_does_not_know_has_its_number() -> None:

@@ -251,7 +251,9 @@ def _append(
             record = replace(record, entries=(*record.entries[:count], entry))
             index = entry.index
     commit_index = max(record.commit_index, min(request.commit_index, index))
-    excess = next(count for count in range(len(sizes) + 1) if sum(sizes[count:]) <= TAIL_BYTES_MAX)
+    tail_bytes, excess = sum(sizes), 0
+    while tail_bytes > TAIL_BYTES_MAX:
+        tail_bytes, excess = tail_bytes - sizes[excess], excess + 1
     excess = max(excess, len(sizes) - tail_max)
     record = _tail_after(record, min(commit_index, base.index + excess))
     reply = AppendEntriesReply(record.term, request.sequence, True, index, record.hash_at(index), record.disk)

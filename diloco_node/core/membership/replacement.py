@@ -264,7 +264,8 @@ class DiskReplacement:
         """Keep the order until no open round has the region; why it is given up, empty if it is not."""
         if self._rounds.let_go(region):
             return ""
-        self._departure_limit_ns = self._departure_limit_ns or now_ns + HOLD_NS
+        deadlines_ns = (round_.deadline_ns for round_ in self._rounds.rounds.values())
+        self._departure_limit_ns = self._departure_limit_ns or HOLD_NS + max(deadlines_ns, default=now_ns)
         if now_ns < self._departure_limit_ns:
             self._departure = order
             return ""

@@ -97,12 +97,12 @@ def earliest_ns(plan: FaultPlan, founders: Sequence[str], work_ns: float) -> int
     """Return when the members of a plan can have done so much work at the earliest, in time of one region."""
     changes = sorted({fault.at_ns for fault in plan.faults if fault.kind in ("join", "leave")})
     for from_ns, to_ns in pairwise((0, *changes)):
-        members = len(plan.members(founders, from_ns))
+        members = max(1, len(plan.members(founders, from_ns)))
         if work_ns <= members * (to_ns - from_ns):
             return from_ns + int(work_ns / members)
         work_ns -= members * (to_ns - from_ns)
     last_ns = changes[-1] if changes else 0
-    return last_ns + int(work_ns / len(plan.members(founders, last_ns)))
+    return last_ns + int(work_ns / max(1, len(plan.members(founders, last_ns))))
 
 
 class DemoStorm:

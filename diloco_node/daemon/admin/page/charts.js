@@ -165,7 +165,7 @@ function plot(id, place, lines, axes, marks) {
 function options(lines, axes, size) {
   const [ink, grid] = [css("--quiet"), css("--rule")];
   const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
-  const series = lines.map((line) => ({ stroke: css(line.colour), width: line.width, dash: line.dash, spanGaps: !axes.isBroken, points: { show: line.isOptional || line.xs.length < 3 } }));
+  const series = lines.map((line) => ({ stroke: css(line.colour), width: line.width, dash: line.dash, spanGaps: !axes.isBroken, points: { show: line.isOptional || line.ys.filter(isNumber).length < 3 } }));
   return {
     ...size,
     legend: { show: false },
