@@ -163,30 +163,30 @@ ARMS: Final = (
 class WatchedRounds(Rounds):
     """Rounds that the alarms of the product look at, as each of four reducers sees its quarter of the blocks."""
 
-    def __init__(self, *words: Any, **more: Any) -> None:
-        super().__init__(*words, **more)
+    def __init__(self, *words: Any, **options: Any) -> None:
+        super().__init__(*words, **options)
         self.rounds = 0
         self.alarms: Counter[str] = Counter()
         self.seen: list[list[float]] = [[] for _ in range(self.learners)]
         self.lowest = [1.0] * self.learners
         self._cosines: list[dict[str, deque[float]]] = [{} for _ in range(self.learners)]
-        self._standings = [Standings(kept) for kept in self._cosines]
+        self._standings = [Standings(recent) for recent in self._cosines]
 
     def observe(self, one: _Open, weighed: Sequence[float]) -> None:
         """Count the rounds after which an alarm stood in any region, by alarm and the region it names."""
         pairs = zip(one.contributions, weighed, strict=True)
         body: Any = SimpleNamespace(members=[SimpleNamespace(contribution=c, weight=w) for c, w in pairs])
         blocks, standing = self._up[one.fragment], set()
-        for reducer, kept in enumerate(self._cosines):
+        for reducer, recent in enumerate(self._cosines):
             first, stop = (blocks.block_count * at // self.learners for at in (reducer, reducer + 1))
             stripe: Any = SimpleNamespace(block_start=first, block_stop=stop, version=one.version)
             start, size = blocks.span_bytes(0, first), blocks.span_bytes(first, stop)
             values = cosines(stripe, [encoded[start : start + size] for encoded in one.encoded], blocks)
             for m, contribution, value in zip(one.snapshots, one.contributions, values, strict=True):
-                kept.setdefault(contribution.learner, deque(maxlen=COSINES_KEPT)).append(value)
+                recent.setdefault(contribution.learner, deque(maxlen=COSINES_KEPT)).append(value)
                 self.seen[m].append(value)
-                if len(kept[contribution.learner]) == COSINES_KEPT:
-                    self.lowest[m] = min(self.lowest[m], statistics.fmean(kept[contribution.learner]))
+                if len(recent[contribution.learner]) == COSINES_KEPT:
+                    self.lowest[m] = min(self.lowest[m], statistics.fmean(recent[contribution.learner]))
             self._standings[reducer].observe(body)
             facts = {"state": "training", "role": "leader", "tokens_ratio_max": self.settings.tokens_ratio_max}
             for alert in find_alerts({**facts, "standings": self._standings[reducer].document()}):
@@ -320,10 +320,10 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             points.append(_row(f"{name} | {point['step']}", *pairs[0], *pairs[1], merged))
         if "cosines" in runs[0]:
             total = sum((Counter(run["alarms"]) for run in runs), Counter())
-            told = ", ".join(f"{alarm} {count}" for alarm, count in sorted(total.items())) or "none"
+            alarms_text = ", ".join(f"{alarm} {count}" for alarm, count in sorted(total.items())) or "none"
             trios = np.mean([np.c_[run["cosines"], run.get("lowest", [np.nan] * 4)] for run in runs], axis=0)
             cells = [f"{cosine:.2f}, {low:.2f} ({100 * negative:.0f} %)" for cosine, negative, low in trios]
-            alarms.append(_row(name, *cells, f"{told} of {sum(run['rounds'] for run in runs)}"))
+            alarms.append(_row(name, *cells, f"{alarms_text} of {sum(run['rounds'] for run in runs)}"))
     heads = (
         ("arm", *SOURCES, "mean", "error"),
         ("arm", "step", "before, own source", "others'", "after, own", "others'", "merged, all"),

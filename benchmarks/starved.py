@@ -90,11 +90,11 @@ def minutes_of(looks: Sequence[Look]) -> list[Minute]:
     ]
 
 
-def watch(folder: Path, regions: int, minutes: int) -> Iterator[Look]:
-    """Look at the demo in this folder, once a minute. Raises SystemExit: it does not train within START_S."""
+def watch(demo: subprocess.Popen[bytes], folder: Path, regions: int, minutes: int) -> Iterator[Look]:
+    """Look at the demo in this folder, once a minute. Raises SystemExit: it has ended, or does not train in START_S."""
     deadline_s = time.monotonic() + START_S
     while (first := look(folder)).training < regions or not first.rounds:
-        if time.monotonic() > deadline_s:
+        if time.monotonic() > deadline_s or demo.poll() is not None:
             raise SystemExit(f"after {START_S:.0f} s not all regions train and merge: {first}")
         time.sleep(POLL_S)
     yield first
@@ -119,8 +119,8 @@ def main() -> int:
         with (Path(name) / "demo.log").open("wb") as output:
             demo = subprocess.Popen([sys.executable, *words], stdout=output, stderr=output)
         try:
-            for look_ in watch(folder, arguments.regions, arguments.minutes):
-                looks.append(look_)
+            for sight in watch(demo, folder, arguments.regions, arguments.minutes):
+                looks.append(sight)
                 if not arguments.json and len(looks) > 1:
                     minute = minutes_of(looks[-2:])[0]
                     print(

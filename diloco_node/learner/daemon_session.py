@@ -106,6 +106,7 @@ class LearnerSession:
         self.timer = StepTimer()
         self.run_clock = RunClock()
         self.place = PlaceMark(os.getpid())
+        # Whether a signal asked this process to stop of late.
         self._has_stop: Callable[[], bool] = lambda: False
         # PLACE_BYTES, from the first Welcome on.
         self._place_area: mmap.mmap | None = None
@@ -277,8 +278,7 @@ class LearnerSession:
     def stand(self, checkpoint_step: int) -> None:
         """Write where this learner stands after a boundary.
 
-        Args:
-            checkpoint_step: of the checkpoint that was saved last, once it is on disk; -1: it is not.
+        checkpoint_step: of the checkpoint that was saved last, once it is on disk; -1: it is not.
         """
         place, fragments = self.place, self.fragments
         included_step = min(map(_INCLUDED_STEP, fragments.positions), default=0)

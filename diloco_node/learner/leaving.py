@@ -63,8 +63,10 @@ class EndWish:
             session.want_end(reasons[0])
 
 
-def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None], foreign: str = "") -> None:
-    """Pass the wish on, and leave the final parameters in the model if the run is over. All ranks call it.
+def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None], foreign: str = "") -> bool:
+    """Pass the wish on, and leave the final parameters in the model if the run is over; whether it holds them.
+
+    All ranks call it.
 
     foreign: what the script wrote to the model after its last step, in words; it is told that this is replaced.
 
@@ -75,7 +77,7 @@ def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None], foreig
     boundaries.wish.pass_on(ranks, session)
     versions = () if session is None else session.final_versions
     if ranks.share_bytes(b"1" if versions else b"") != b"1":
-        return
+        return False
 
     def has_all() -> bool:
         positions = zip(fragments.positions, versions, strict=False)
@@ -87,21 +89,20 @@ def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None], foreig
         if foreign:
             warn(f"{foreign.partition(':')[0]}: the run's final parameters replace that, as in final.safetensors")
         _place_final(fragments, session)
-    elif session is not None:
+        return True
+    if session is not None:
         warn("the run is over, but its last versions did not come here: take final.safetensors, not this model")
+    return False
 
 
 def is_at_end(boundaries: StepBoundaries, warn: Callable[[str], None], *, was_over: bool) -> bool:
-    """Share whether the run is over, on all ranks; where it ended while they waited to leave, `end_on_final` again.
+    """Share whether the run is over for these ranks: where it ended while they waited to leave, with its parameters.
 
     was_over: they knew it before they left.
     """
     reason = (boundaries.session and boundaries.session.stop_reason) or ""
-    if not boundaries.ranks.share_bytes(reason.encode()):
-        return False
-    if not was_over:
-        end_on_final(boundaries, warn)
-    return True
+    is_over = bool(boundaries.ranks.share_bytes(reason.encode()))
+    return is_over and (was_over or end_on_final(boundaries, warn))
 
 
 def _place_final(fragments: LearnerFragments, session: LearnerSession | None) -> None:
