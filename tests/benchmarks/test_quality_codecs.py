@@ -170,10 +170,11 @@ def test_options_change_each_arm_that_merges() -> None:
 
 
 def test_a_table_takes_the_rate_with_most_seeds_then_the_best_and_compares_seed_by_seed(tmp_path: Path) -> None:
-    def line(arm: str, rate: float, seed: int, loss: float) -> str:
+    def line(arm: str, rate: float, seed: int, loss: float, revision: int = 5) -> str:
         facts = {"arm": arm, "size": "1m", "parameters": 1, "learners": 4, "steps": 9, "rate": rate, "seed": seed}
         merged = {"every": 8, "codec": "int4", "merge": "rda", "outer": "1 / 0", "bits": 2.0, "autocorrelation": [0.5]}
-        return json.dumps(facts | {"loss": loss} | (merged if arm == "ours" else {}))
+        facts |= {"key": json.dumps([revision]), "loss": loss}
+        return json.dumps(facts | (merged if arm == "ours" else {}))
 
     lines = [line("data_parallel", 1.0, 1, 1.0), line("data_parallel", 1.0, 2, 2.0), line("data_parallel", 2.0, 1, 0.5)]
     lines += [
@@ -181,6 +182,7 @@ def test_a_table_takes_the_rate_with_most_seeds_then_the_best_and_compares_seed_
         line("ours", 1.0, 2, 2.08),
         line("ours", 2.0, 1, 1.5),
         line("ours", 2.0, 2, 3),
+        line("ours", 1.0, 1, 9.0, revision=4),
     ]
     path = tmp_path / "lines.jsonl"
     path.write_text("\n".join([*lines, lines[0][:20]]))

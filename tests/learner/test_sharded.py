@@ -233,9 +233,10 @@ def test_after_the_end_every_rank_holds_the_final_parameters(layout: str, groups
     with MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path) as daemon, groups.take(2) as ranks:
         ranks.attach(layout, tmp_path, optimizer=layout != "fsdp-masters")
         ranks.merged(daemon, 2, applied=2)
-        daemon.stop_learner(versions=tuple(daemon.versions))
         ranks.ask(do="step", count=2)  # of its own, after the last merge
         before = ranks.agreed(do="model_state")
+        daemon.stop_learner(versions=tuple(daemon.versions))
+        ranks.ask(do="step", count=2)  # the end is told in one of them, or in close()
         ranks.ask(do="close")
         after = ranks.agreed(do="model_state")
     assert daemon.manifest is not None
