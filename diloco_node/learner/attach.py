@@ -485,7 +485,7 @@ class Diloco:
         if self._session is not None:
             self._session.resumed(self.global_step)
         self._boundaries = StepBoundaries(
-            self._ranks, self._fragments, self._session, self._checkpoints, self._terminate.is_asked, self._wish
+            self._ranks, self._fragments, self._session, self._checkpoints, self._terminate, self._wish
         )
         self._crossed(self._boundaries.place())
         if text := first.difference(self._fragments.positions):

@@ -21,6 +21,7 @@ from diloco_node.learner.daemon_session import NOTE_EVERY_S, WAIT_SLICE_S, Learn
 from diloco_node.learner.leaving import EndWish
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.pauses import announce_pause
+from diloco_node.learner.process_signals import TerminateFlag
 from diloco_node.learner.ranks import NO_ORDERS, Boundary, Orders, Ranks
 from diloco_node.learner.region_shards import HERE
 from diloco_node.wire.learner_link import Leaving
@@ -52,7 +53,7 @@ class StepBoundaries:
     """The parts that one rank needs at each boundary.
 
     Attributes:
-        session: with the daemon, on rank 0. is_stopping: this process was asked to stop.
+        session: with the daemon, on rank 0. terminate: whether this process was asked to stop.
         wish: of this rank's script, for the end of the run.
     """
 
@@ -60,7 +61,7 @@ class StepBoundaries:
     fragments: LearnerFragments
     session: LearnerSession | None
     checkpoints: Checkpointing
-    is_stopping: Callable[[], bool]
+    terminate: TerminateFlag
     wish: EndWish = field(default_factory=EndWish)
 
     def cross(self, tokens: int, look: Look | None = None) -> Boundary:
@@ -128,7 +129,7 @@ class StepBoundaries:
 
     def are_asked_to_stop(self) -> bool:
         """Whether some rank's process was asked to stop, maybe since its last step. All ranks call it."""
-        return any(self.ranks.all_bytes(b"1" if self.is_stopping() else b""))
+        return any(self.ranks.all_bytes(b"1" if self.terminate.is_asked() else b""))
 
     def progress(self, global_step: int) -> TrainingProgress:
         """Where a checkpoint that is written now belongs."""
@@ -146,7 +147,7 @@ class StepBoundaries:
         fragments, session, checkpoints = self.fragments, self.session, self.checkpoints
         return Boundary(
             tokens,
-            self.is_stopping() or (session is not None and session.stop_reason is not None),
+            self.terminate.is_asked() or (session is not None and session.stop_reason is not None),
             has_orders,
             session is not None and checkpoints.is_due and fragments.is_placed,
             fragments.arrived(),

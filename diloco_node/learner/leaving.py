@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -40,10 +42,11 @@ class EndWish:
 
     Attributes:
         reason: of this rank's script, until it is passed on; empty: there is none.
+        final_by_s: until when the last versions are waited for, monotonic, over all that wait.
     """
 
     def __init__(self) -> None:
-        self.reason = ""
+        self.reason, self.final_by_s = "", math.inf
         self._is_made = False
 
     def make(self, reason: str) -> None:
@@ -83,7 +86,11 @@ def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None], foreig
         positions = zip(fragments.positions, versions, strict=False)
         return all(position.base_version >= version for position, version in positions)
 
-    for _ in boundaries.settle(FINAL_WAIT_S, until=lambda: has_all() or boundaries.is_stopping()):
+    now_s = time.monotonic()
+    boundaries.wish.final_by_s = min(boundaries.wish.final_by_s, now_s + FINAL_WAIT_S)
+    for _ in boundaries.settle(
+        boundaries.wish.final_by_s - now_s, until=lambda: has_all() or boundaries.terminate.is_late()
+    ):
         pass
     if ranks.share_bytes(b"1" if has_all() else b"") == b"1":
         if foreign:

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import compress
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -39,6 +39,8 @@ from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.model_watch import COPY_LIKENESS
 from diloco_node.learner.several_optimizers import inner_of
 from diloco_node.learner.tensor_forms import sample_of, stack
+
+T = TypeVar("T")
 
 GENERATORS: Final = (np.random.Generator, np.random.RandomState, random.Random)
 HOLDERS: Final = (nn.Module, DataLoader, Sampler, Dataset)
@@ -189,11 +191,15 @@ class LoopState:
         own, shape = sample_of(largest), local_part(largest).shape
         # Memory of the model itself, and 0 where it was freed.
         places = {0, *(local_part(value).data_ptr() for value in self._tensors.followed.values() if _is_plain(value))}
+
+        def loose_sample(item: Tensor) -> list[Tensor]:
+            is_loose = _is_plain(item) and not item.requires_grad and item.data_ptr() not in places
+            return [sample_of(item).to(own.device)] if is_loose else []
+
         samples = [own]
         for item in living:
-            if type(item) is Tensor and item.shape == shape and id(item) not in ids and _is_plain(item):
-                is_loose = not item.requires_grad and item.data_ptr() not in places
-                samples += [sample_of(item).to(own.device)] if is_loose else []
+            if type(item) is Tensor and item.shape == shape and id(item) not in ids:
+                samples += _ask(loose_sample, item, [])
         ways = torch.linalg.vector_norm(torch.stack(samples) - own, dim=1)
         is_like = (ways < COPY_LIKENESS * own.norm()) & (torch.arange(len(samples), device=own.device) > 0)
         before, self._copies = self._copies, (torch.stack(samples).sum(1) * is_like).sum()
@@ -253,10 +259,7 @@ class LoopState:
         return {id(value) for state in states for values in state for value in values.values()}
 
     def _has_drawn(self, generator: Any) -> bool:
-        try:
-            values = KeptGenerator(generator).state_dict()
-            state = str(values["state"].tolist() if isinstance(generator, torch.Generator) else values)
-        except NotImplementedError:  # the system's: it has no state
+        if not (state := _ask(_state_text, generator, "")):
             return False
         _, first = self._draws.setdefault(id(generator), (generator, state))
         return state != first
@@ -264,26 +267,28 @@ class LoopState:
     def _objects(self, living: Iterable[object]) -> Iterator[str]:
         """Name scalers, schedules and positions of data that are alive and not kept."""
         others = [item for item in living if not issubclass(type(item), nn.Module | Tensor)]
-        members = {id(member) for item in others for member in getattr(item, "_schedulers", ())}
-        names = self._tensors.names
+        members = {member_id for item in others for member_id in _ask(_member_ids, item, set[int]())}
         for item in (*others, *_torch_generators(living)):
-            if id(item) in self._member_ids or id(item) in members:
-                continue
-            if isinstance(item, (*GENERATORS, torch.Generator)):
-                if self._has_drawn(item):
-                    yield f"a generator ({type(item).__module__.partition('.')[0]}'s {type(item).__name__})"
-            elif isinstance(item, Optimizer):
-                is_kept = any(id(inner) in self._member_ids for inner in inner_of(item))
-                if not is_kept and not names.keys().isdisjoint(getattr(item, "state", ())):
-                    yield f"the moments of {type(item).__name__}, which attach() was not given"
-            elif isinstance(item, GradScaler):
-                if item.is_enabled():
-                    yield f"a {type(item).__name__}"
-            elif isinstance(item, LRScheduler):
-                if not any(map(_asks_run, getattr(item, "lr_lambdas", ()))):
-                    yield f"the position of a {type(item).__name__}"
-            elif isinstance(item, _BaseDataLoaderIter) and not self._has_position and _is_under_way(item):
-                yield "the position of a DataLoader (diloco_node.integrations has loaders that keep theirs)"
+            if id(item) not in self._member_ids and id(item) not in members and (label := _ask(self._label, item, "")):
+                yield label
+
+    def _label(self, item: Any) -> str:
+        """Name an object whose state moves and is not kept; an empty text if it has none."""
+        kind = type(item)
+        if isinstance(item, (*GENERATORS, torch.Generator)):
+            return f"a generator ({kind.__module__.partition('.')[0]}'s {kind.__name__})" * self._has_drawn(item)
+        if isinstance(item, Optimizer):
+            is_kept = any(id(inner) in self._member_ids for inner in inner_of(item))
+            has_moments = not self._tensors.names.keys().isdisjoint(item.state)
+            return "" if is_kept or not has_moments else f"the moments of {kind.__name__}, which attach() was not given"
+        if isinstance(item, GradScaler):
+            return f"a {kind.__name__}" if item.is_enabled() else ""
+        if isinstance(item, LRScheduler):
+            asks_run = any(map(_asks_run, getattr(item, "lr_lambdas", ())))
+            return "" if asks_run or not hasattr(item, "last_epoch") else f"the position of a {kind.__name__}"
+        if isinstance(item, _BaseDataLoaderIter) and not self._has_position and _is_under_way(item):
+            return "the position of a DataLoader (diloco_node.integrations has loaders that keep theirs)"
+        return ""
 
 
 def living_objects(*kinds: type) -> list[Any]:
@@ -299,6 +304,26 @@ def living_objects(*kinds: type) -> list[Any]:
             edge += type.__subclasses__(kind)
     everything = gc.get_objects()
     return [*compress(everything, map(type_ids.__contains__, map(id, map(type, everything))))]
+
+
+def _ask(look: Callable[[Any], T], stranger: object, default: T) -> T:
+    """Look at an object of the script's, whatever state it is in: the default, if it can't be looked at.
+
+    It may be half built, by an error or by a thread at this moment; or have no state, as the system's generator.
+    """
+    try:
+        return look(stranger)
+    except Exception:  # noqa: BLE001 - whatever a class of the script's raises, it must not end the learner
+        return default
+
+
+def _state_text(generator: Any) -> str:
+    state = KeptGenerator(generator).state_dict()["state"]
+    return str(state.tolist() if isinstance(generator, torch.Generator) else state)
+
+
+def _member_ids(schedule: Any) -> set[int]:
+    return {*map(id, getattr(schedule, "_schedulers", ()))}
 
 
 def _torch_generators(living: Iterable[object]) -> list[torch.Generator]:
@@ -339,12 +364,13 @@ def _inner(component: object) -> object:
 
 
 def _values_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; those of a module that a library left half made are none."""
-    try:
-        pairs = [*module.named_parameters(), *module.named_buffers()]
-        return {name: tensor for name, tensor in pairs if _is_plain(tensor)}
-    except (AttributeError, RuntimeError, ValueError):
-        return {}
+    """Parameters and buffers by name; those of a module that can't be looked at are none."""
+    return _ask(_plain_values, module, {})
+
+
+def _plain_values(module: nn.Module) -> dict[str, Tensor]:
+    pairs = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor for name, tensor in pairs if _is_plain(tensor)}
 
 
 def _pieces(values: Mapping[str, Tensor]) -> list[tuple[tuple[str, Box | None], Tensor]]:
@@ -368,7 +394,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _is_under_way(iterator: Any) -> bool:
-    """Whether a data loader has given a batch, and not all."""
+    """Whether a data loader has returned a batch, and not all."""
     count = getattr(iterator, "_num_yielded", 0)
     try:
         return 0 < count < len(iterator)

@@ -91,11 +91,20 @@ class TerminateFlag:
     @property
     def deadline_s(self) -> float:
         """When this process must be about to end, monotonic: some time before the supervisor kills it."""
+        return (time.monotonic() if self._set_s is None else self._set_s) + self._grace_s()
+
+    def is_late(self) -> bool:
+        """Whether a stop signal has come, and so long ago that this process must be about to end."""
+        return (
+            self.is_set and time.monotonic() >= (self._stop_s if self._set_s is None else self._set_s) + self._grace_s()
+        )
+
+    @staticmethod
+    def _grace_s() -> float:
         try:
-            stop_s = float(os.environ.get(STOP_VARIABLE, ""))
+            return LEAVE_SHARE * float(os.environ.get(STOP_VARIABLE, ""))
         except ValueError:
-            stop_s = STOP_S_DEFAULT
-        return (time.monotonic() if self._set_s is None else self._set_s) + LEAVE_SHARE * stop_s
+            return LEAVE_SHARE * STOP_S_DEFAULT
 
     def _stand_in(self, number: int, handler: _Handler | signal.Handlers) -> None:
         # A function of its own for each: the script's may call the one that stood there before.

@@ -22,7 +22,7 @@ from diloco_node.learner import leaving
 from diloco_node.learner.attach import Diloco
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.process_signals import STOP_VARIABLE
-from diloco_node.wire.learner_link import Done, EndWanted, OfferApplied, RunAdvanced, SnapshotReady, Warned
+from diloco_node.wire.learner_link import NO_SNAPSHOT, Done, EndWanted, OfferApplied, RunAdvanced, SnapshotReady, Warned
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, in_background
 from tests.kit.learner_kit import Toy, session_of
 
@@ -74,10 +74,12 @@ def test_a_handler_may_save_the_model_in_the_middle_of_a_boundary(folder: Path) 
             assert diloco.global_state_dict()
 
 
+@pytest.mark.parametrize(("stop_s", "versions_after_s"), [(20.0, 0.0), (20.0, 0.5), (1.0, 3.0)])
 def test_a_run_that_ends_while_a_process_waits_to_leave_leaves_its_result(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stop_s: float, versions_after_s: float
 ) -> None:
-    monkeypatch.setenv(STOP_VARIABLE, "20")
+    """Its last versions are waited for as long as the process may stay."""
+    monkeypatch.setenv(STOP_VARIABLE, str(stop_s))
     toy = Toy()
     with FakeDaemon(folder) as daemon:
         with diloco_node.attach(toy.model, toy.optimizer) as diloco:
@@ -91,14 +93,16 @@ def test_a_run_that_ends_while_a_process_waits_to_leave_leaves_its_result(
             def end() -> None:
                 time.sleep(0.3)  # the block is left meanwhile, and waits for the merge
                 daemon.stop_learner("run.steps is reached", tuple(version + 1 for version in daemon.versions))
+                time.sleep(versions_after_s)
                 for fragment, theta in enumerate(daemon.theta):
-                    daemon.commit(fragment, theta + 1, 0 if fragment == 0 else -1)
+                    daemon.commit(fragment, theta + 1, 1 if fragment == 0 else NO_SNAPSHOT)
 
             thread = threading.Thread(target=end)
             thread.start()
         thread.join(PATIENCE_S)
-        assert diloco.is_interrupted or holds_result(toy, daemon), "a script would save this model as the result"
-        assert isinstance(daemon.said[-1], Done) is not diloco.is_interrupted
+        is_late = versions_after_s > stop_s  # else a script would save this model as the result
+        assert (diloco.is_interrupted, holds_result(toy, daemon)) == (is_late, not is_late)
+        assert isinstance(daemon.said[-1], Done) is not is_late
 
 
 # ---- the result ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 import diloco_node
 from diloco_node.errors import LearnerError
@@ -323,6 +325,53 @@ def test_what_lives_in_the_loop_is_named(
         assert thing is not None
         assert len(warnings) == 1
         assert text in warnings[0]
+
+
+class Unhashable(nn.Linear):
+    """As a dataclass that compares its fields."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class Broken(torch.optim.SGD):
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        raise ZeroDivisionError
+
+
+HALF_BUILT = (
+    *(random.Random, random.SystemRandom, np.random.RandomState, np.random.Generator),
+    *(
+        nn.Linear,
+        torch.optim.AdamW,
+        torch.amp.GradScaler,
+        StepLR,
+        torch.utils.data.DataLoader,
+        _SingleProcessDataLoaderIter,
+    ),
+)
+
+
+@pytest.mark.parametrize("kind", HALF_BUILT, ids=lambda kind: kind.__name__)
+def test_what_a_thread_or_an_error_left_half_built_ends_no_learner(folder: Path, kind: type) -> None:
+    objects = [kind.__new__(kind)]
+    with Loop(folder, plain()) as loop:
+        objects.append(kind.__new__(kind))
+        for _ in range(2):
+            loop.step()
+            assert not loop.checkpoint()
+    assert len(objects) == 2
+
+
+def test_objects_that_fail_at_a_look_end_no_learner(folder: Path) -> None:
+    objects = [Unhashable(2, 2), Broken.__new__(Broken)]
+    with Loop(folder, plain()) as loop:
+        loop.step()
+        assert not loop.checkpoint()
+    assert len(objects) == 2
 
 
 def test_moments_that_a_wrapper_leaves_out_of_its_state_are_named(folder: Path) -> None:
