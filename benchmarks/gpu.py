@@ -12,7 +12,8 @@ else, 2 without a device or a package. Some four minutes on an H100.
 - `waits`: in 200 steps of GPT-2's parameters with an order each, `step()` never waits for the device.
 - `time`, `eager`, `boundary`, `idle`, `memory`: GPT-2 with 124 M parameters, alone and attached in short turns,
   P = H = 24; a step as a CUDA graph, and launched kernel by kernel. These alone with `--size 1b`: 0.9 B parameters.
-- `checkpoint`: the longest time without a launch, while AdamW's state, 1 GB, is copied and written.
+- `checkpoint`: the longest time without a launch, while AdamW's state, 1 GB, is copied and written; `written`: that
+  the disk holds it.
 - `graphs`, `compiled`: `torch.cuda.graph` of a whole step, and `reduce-overhead`, with versions between replays.
 - `capture`: a graph is captured while a snapshot is on its way.
 - `ranks`: FSDP2 over NCCL on all GPUs, `grad_norm=` of sharded gradients.
@@ -44,6 +45,9 @@ OTHER_SIZE_LIMIT_S: Final = 600.0
 """Small models are for devices in software, on machines that do other things as well; a large one takes minutes."""
 
 NAMES: Final = ("bits", "waits", "loop", "checkpoint", "graphs", "capture", "ranks", "compiled")
+OF_LOOP: Final = ("time", "eager", "boundary", "idle", "memory")
+"""Lines of the check `loop`."""
+
 DRIVER_ALONE: Final = ("graphs", "capture", "compiled")
 NO_DEVICE: Final = 2
 PACKAGES: Final = ("blake3", "msgpack", "numba", "numpy", "safetensors", "torch")
@@ -112,7 +116,12 @@ def main() -> int:
         print("no GPU here that torch can use: nothing is checked")
         return NO_DEVICE
     names = ["loop"] if options.size == "1b" else [*NAMES, *(["encode"] if options.encode else [])]
-    names = [name for name in options.only.split(",") if name] or names
+    if wishes := [name for name in options.only.split(",") if name]:
+        if unknown := {*wishes} - {*NAMES, *OF_LOOP, "encode"}:
+            parser.error(
+                f"--only {','.join(sorted(unknown))}: the checks are {', '.join((*NAMES, *OF_LOOP, 'encode'))}"
+            )
+        names = list(dict.fromkeys("loop" if name in OF_LOOP else name for name in wishes))
     verdicts = []
     for name in names:
         command = [sys.executable, str(Path(__file__).resolve()), "--child", name, "--size", options.size]

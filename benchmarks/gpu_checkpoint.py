@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
 
 import torch
 from gpu_daemon import DaemonProcess
-from gpu_lines import Line, in_time
+from gpu_lines import Line, in_time, verdict
 from gpu_model import DEVICE, Moment, Size, Trainer
 from torch import Tensor
 
 import diloco_node
+from diloco_node.learner.checkpoint import newest_first, read_checkpoint
 
 PAUSE_MAX_MS: Final = 20.0
 
@@ -22,7 +24,7 @@ def checkpoint(size: Size) -> Iterator[Line]:
     """The longest gap between launches while the optimizer's state is written; 1 GB for GPT-2."""
     trainer = Trainer(size)
     for parameter in trainer.model.parameters():
-        parameter.grad = torch.full_like(parameter, 1e-3)
+        parameter.grad = torch.randn_like(parameter)
     trainer.optimizer.step()
     values = torch.zeros(1024, device=DEVICE)
     saves: list[dict[str, float]] = []
@@ -51,9 +53,19 @@ def checkpoint(size: Size) -> Iterator[Line]:
                     "written_s": time.perf_counter() - began_s,
                 }
             )
+        checkpoints.wait()
+        writer = checkpoints._writer
+        names = [] if writer is None else newest_first(writer._folder)
+        disk = (
+            set() if writer is None or not names else digests(read_checkpoint(writer._folder / names[0].text).tensors)
+        )
     if not saves:
         yield Line("checkpoint", "FAIL", "no checkpoint was written")
         return
+    missing = len(digests(dict(enumerate(moments(trainer.optimizer)))) - disk)
+    yield Line(
+        "written", verdict(not missing), f"{missing} of the optimizer's tensors are not on disk as on the device"
+    )
     megabytes = 8 * trainer.parameters / 1e6
     text = "; ".join(
         f"{one['step_ms']:.1f} ms in step(), then at most {one['gap_ms']:.1f} ms without a launch, device taken for "
@@ -64,6 +76,17 @@ def checkpoint(size: Size) -> Iterator[Line]:
     yield Line(
         "checkpoint", in_time(worst <= PAUSE_MAX_MS), f"{megabytes:.0f} MB: {text}", {"saves": saves, "mb": megabytes}
     )
+
+
+def moments(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """All tensors of an optimizer's state."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def digests(tensors: Mapping[Any, Tensor]) -> set[str]:
+    """Hashes of the values of tensors, which wait for their device."""
+    return {hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest() for tensor in tensors.values()}
 
 
 def longest_launch_gap_ms(values: Tensor, is_going_on: Callable[[], bool]) -> float:

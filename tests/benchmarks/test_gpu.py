@@ -102,8 +102,32 @@ def test_all_that_has_no_driver_passes_on_devices_in_software() -> None:
         "tests.kit.fakecuda.installed",
         "--json",
     ]
-    command += ["--only", "bits,waits,ranks"]
+    command += ["--only", "bits,waits,checkpoint,eager,ranks"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     verdicts = {line["name"]: line["verdict"] for line in map(json.loads, result.stdout.splitlines())}
-    assert {verdicts["bits"], verdicts["waits"], verdicts["ranks"]} == {"PASS"}, result.stdout + result.stderr
+    passed = {name for name, verdict in verdicts.items() if verdict == "PASS"}
+    assert passed == {"bits", "waits", "written", "ranks"}, result.stdout + result.stderr
+    # What takes time says nothing here; its code has run.
+    assert {name for name, verdict in verdicts.items() if verdict == "INFO"} >= {"checkpoint", "eager", "boundary"}
+    assert result.returncode == 0
+
+
+def test_a_check_that_does_not_exist_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "has_device", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--only", "bits,tim"])
+    with pytest.raises(SystemExit) as end:
+        gpu.main()
+    assert end.value.code == 2
+    assert "--only tim: the checks are bits, waits, loop" in capsys.readouterr().err
+
+
+def test_a_line_of_the_loop_runs_the_loop(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(gpu, "has_device", lambda: True)
+    monkeypatch.setattr(gpu, "run", lambda name, *_: names.append(name) or [])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--only", "memory,bits,eager"])
+    assert gpu.main() == 1  # nothing was said
+    assert names == ["loop", "bits"]
