@@ -173,7 +173,7 @@ class Child:
         self.log.tail = b""
         own_env = self.marked(env)
         self._marks = [f"{name}={own_env[name]}".encode() for name in ("DILOCO_CHILD", "DILOCO_SUPERVISOR")]
-        process = (self.forks.fork() if self.forks is not None else None) or self._spawn(own_env)
+        process = (self.forks.fork() if self.forks is not None else None) or self._spawn(own_env, is_apart=gives_way)
         if gives_way:
             give_way(process.pid)
         self._process = process
@@ -190,7 +190,8 @@ class Child:
         """The environment by which this child, and what it leaves behind, is known."""
         return {**env, "DILOCO_CHILD": f"{self.name}-{os.getpid()}"}
 
-    def _spawn(self, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _spawn(self, env: Mapping[str, str], *, is_apart: bool) -> subprocess.Popen[bytes]:
+        """Start the command; is_apart: in a session of its own, which `give_way` needs."""
         become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(self._death_signal))]
         return subprocess.Popen(
             [*become, *self._command],
@@ -198,7 +199,8 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if self._logs_errors_only else subprocess.STDOUT,
             env=env,
-            process_group=0,
+            process_group=None if is_apart else 0,
+            start_new_session=is_apart,
         )
 
     def _show(self, data: bytes) -> None:

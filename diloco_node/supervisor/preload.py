@@ -165,7 +165,7 @@ class ForkServer:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     env=env,
-                    process_group=0,
+                    start_new_session=True,
                     pass_fds=[remote.fileno()],
                 )
             except OSError as error:
@@ -278,10 +278,12 @@ def start_reader(pipe: IO[bytes], write: Callable[[bytes], None]) -> threading.T
 
 
 def give_way(pid: int) -> None:
-    """Lower the priority of a process that has just begun: the threads and children that it will have inherit it."""
+    """Lower the priority of a process that has just begun a session: all that it will start inherits it."""
+    niceness = min(os.getpriority(os.PRIO_PROCESS, 0) + LEARNER_NICENESS, LOWEST_NICENESS)
     with contextlib.suppress(OSError):
-        niceness = os.getpriority(os.PRIO_PROCESS, 0) + LEARNER_NICENESS
-        os.setpriority(os.PRIO_PROCESS, pid, min(niceness, LOWEST_NICENESS))
+        os.setpriority(os.PRIO_PROCESS, pid, niceness)
+        # Linux shares processors among sessions first, where no control group does; niceness counts within each.
+        Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
 
 
 @contextlib.contextmanager
