@@ -154,10 +154,10 @@ class RoundLeader:
         if region != self._region:
             self._eligibility.on_report(region, now_ns=now_ns)
         status = self._liveness.learner(region)
-        self._agenda.opener.on_status(region, status, now_ns=now_ns)
         if status is not None:
             self._eligibility.observe_incarnation(region, status.incarnation)
-        self._is_stale = True
+        # The rest of a report can wait for this region's next heartbeat: the agenda looks at every pair of regions.
+        self._is_stale |= self._agenda.opener.on_status(region, status, now_ns=now_ns) or self._agenda.is_ending
 
     def tick(self) -> None:
         """Repeat what may have been lost, and decide again: who is alive may have changed in a heartbeat."""

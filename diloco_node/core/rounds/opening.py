@@ -60,13 +60,21 @@ class Opener:
         # By learner that leaves, and its incarnation: the rounds that were opened early for it.
         self._leave_rounds: Counter[tuple[str, int]] = Counter()
 
-    def on_status(self, region: str, status: LearnerStatus | None, *, now_ns: int) -> None:
-        """Take a report (None: the learner is gone), and remember for which fragments it became due just now."""
+    def on_status(self, region: str, status: LearnerStatus | None, *, now_ns: int) -> bool:
+        """Take a report (None: the learner is gone), and remember for which fragments it became due just now.
+
+        Returns: whether it is due for others than before.
+        """
+        is_news = False
         for fragment, due in self._due.items():
-            if status is None or self._overdue(fragment, status) < 0:
-                due.pop(region, None)
-            else:
-                due.setdefault(region, now_ns)
+            is_due = status is not None and self._overdue(fragment, status) >= 0
+            if is_due is not (region in due):
+                is_news = True
+                if is_due:
+                    due[region] = now_ns
+                else:
+                    del due[region]
+        return is_news
 
     @property
     def last_open_ns(self) -> int:
