@@ -142,6 +142,7 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "stripe": Whole(0, STRIPES - 1),
     "stripes": Items(STRIPES),
     "reused": Items(REGIONS * STRIPES),
+    "receipts": Items(REGIONS),
     "block_start": Whole(0, BLOCKS_MAX),
     "block_stop": Whole(0, BLOCKS_MAX, above="block_start"),
     "contributions": Items(REGIONS),

@@ -198,16 +198,20 @@ class Declined:
 
 
 @dataclass(frozen=True, slots=True)
-class StripesReceived:
-    """Reducer to leader: every stripe of this contribution that is reduced there has arrived whole.
+class Receipt:
+    """A contribution, by its name: a learner that died has left stripes of an older one."""
 
-    It is named, for a learner that died has left stripes of an older one there.
-    """
-
-    ballot: Ballot
     learner: str
     incarnation: int
     snapshot: int
+
+
+@dataclass(frozen=True, slots=True)
+class StripesReceived:
+    """Reducer to leader: of these contributions every stripe that is reduced there has arrived whole."""
+
+    ballot: Ballot
+    receipts: tuple[Receipt, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -358,6 +358,7 @@ class RegionCore:
         if now_ns >= self._next_beat_ns:
             self._next_beat_ns = now_ns + self.liveness.pause_ns(now_ns - self._next_beat_ns)
             self._beat(now_ns, self.liveness.next_receiver(self.ledger.leader, is_last=self.end.is_final))
+            self.participant.tick()
             self.leader.tick()
             self._emit(self.replacement.propose(self._effects, self.liveness, now_ns=now_ns))
             self.farewell.look(now_ns=now_ns)

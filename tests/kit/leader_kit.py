@@ -12,6 +12,7 @@ from diloco_node.core.messages import (
     MergeDecided,
     Message,
     ReductionReported,
+    Receipt,
     StripesReceived,
 )
 from diloco_node.core.projections import NO_PROJECTION, Projection
@@ -122,8 +123,8 @@ class Office:
 
     def hold(self, announcement: BallotOpened, names: Iterable[str] = REGIONS) -> None:
         for stripe in announcement.stripes:
-            for name in names:
-                self.answer(stripe.reducer, StripesReceived(announcement.ballot, name, 1, 1))
+            receipts = tuple(Receipt(name, 1, 1) for name in names)
+            self.answer(stripe.reducer, StripesReceived(announcement.ballot, receipts))
 
     def merge(self, announcement: BallotOpened, names: Iterable[str] = REGIONS, norm: float = 4.0 / 3) -> bytes:
         """All reducers report; returns the payload's digest."""

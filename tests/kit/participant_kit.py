@@ -89,6 +89,10 @@ class Place:
         self.participant.pump()
         return self.effects.take()
 
+    def tick(self) -> list[Effect]:
+        self.participant.tick()
+        return self.effects.take()
+
     def open(self, announcement: BallotOpened = OPENED) -> list[Effect]:
         self.participant.ballot_opened("a", announcement)
         return self.go()

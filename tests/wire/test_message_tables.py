@@ -67,7 +67,7 @@ CONTROL_EXAMPLES: list[ControlMessage] = [
     m.BallotOpened(BALLOT, 2, 6, ("eu", "us-east"), (STRIPE,)),
     m.Contributed(BALLOT, CONTRIBUTION),
     m.Declined(BALLOT, "busy"),
-    m.StripesReceived(BALLOT, "us-east", 1, 4),
+    m.StripesReceived(BALLOT, (m.Receipt("us-east", 1, 4),)),
     m.MergeDecided(BALLOT, 2, 6, (CONTRIBUTION,), ((0.5, 0.25),)),
     m.ReductionReported(BALLOT, 0, (1.5,), ((0.5,), (0.25,)), b"d" * 32),
     m.PayloadDurable(BALLOT, b"d" * 32),

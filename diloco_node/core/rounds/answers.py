@@ -73,7 +73,7 @@ class Answers:
             case Declined():
                 self._refuse(round_, peer, message.reason)
             case StripesReceived():
-                round_.on_receipt(peer, message)
+                round_.on_receipts(peer, message.receipts)
             case ReductionReported():
                 self._take_report(round_, peer, message)
             case MergedReceived():
@@ -180,4 +180,4 @@ class Answers:
                 "report", f"{peer}: {fault}", fragment=round_.fragment, version=round_.version, is_alarm=True
             )
             return
-        round_.reports[report.stripe] = report
+        round_.on_report(report)

@@ -38,6 +38,7 @@ class FollowedBallot:
     Attributes:
         leader: the region that opened it. announcement: its message.
         has_contributed, refusal: the learner's answer in this ballot.
+        told_names: of the contributions that the leader was told to have arrived here.
         decision: the contributions to merge, once the leader has decided.
         sum_orders: stripes whose reduction was started, each with the order of its sum (places in the decision).
         reductions: those that are done.
@@ -52,6 +53,7 @@ class FollowedBallot:
     announcement: BallotOpened
     has_contributed: bool = False
     refusal: str = ""
+    told_names: list[Name] = field(default_factory=list)
     decision: MergeDecided | None = None
     sum_orders: dict[int, list[int]] = field(default_factory=dict)
     reductions: dict[int, ReductionDone] = field(default_factory=dict)
@@ -78,6 +80,10 @@ class FollowedBallot:
     def own_stripes(self, region: str) -> list[tuple[int, Stripe]]:
         """Return the stripes that a region reduces, with their places in the ballot."""
         return [(index, stripe) for index, stripe in enumerate(self.announcement.stripes) if stripe.reducer == region]
+
+    def is_reducing(self, region: str) -> bool:
+        """Whether a region has yet to reduce any of its stripes."""
+        return any(index not in self.reductions for index, _ in self.own_stripes(region))
 
     def lacking_reducers(self) -> tuple[str, ...]:
         """Return reducers whose merged stripes are not here, each once, in the order of the stripes."""

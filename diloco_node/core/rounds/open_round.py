@@ -9,7 +9,7 @@ from math import fsum
 
 from diloco_node.core.merge.numbers import MergeNumbers, is_same_norm
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX
-from diloco_node.core.messages import AuditDrawn, BallotOpened, MergeDecided, ReductionReported, StripesReceived
+from diloco_node.core.messages import AuditDrawn, BallotOpened, MergeDecided, Receipt, ReductionReported
 from diloco_node.core.projections import Window
 from diloco_node.core.rounds.suspicion import BallotPart
 from diloco_node.core.types import Ballot, Contribution, Stripe
@@ -209,11 +209,20 @@ class OpenRound:
         """Return members that have neither contributed nor declined."""
         return tuple(name for name in self.members if name not in self.contributions and name not in self.refusals)
 
-    def on_receipt(self, reducer: str, report: StripesReceived) -> None:
-        """File that a member's contribution has arrived at a reducer."""
-        if report.learner in self.members:
-            names = self.receipts.setdefault(report.learner, {})
-            names |= dict.fromkeys(self.stripes_of(reducer), (report.incarnation, report.snapshot))
+    def on_receipts(self, reducer: str, receipts: Sequence[Receipt]) -> None:
+        """File that contributions of members have arrived at a reducer."""
+        for receipt in receipts:
+            if receipt.learner in self.members:
+                names = self.receipts.setdefault(receipt.learner, {})
+                names |= dict.fromkeys(self.stripes_of(reducer), (receipt.incarnation, receipt.snapshot))
+
+    def on_report(self, report: ReductionReported) -> None:
+        """File a merged stripe: every contribution to it has arrived at its reducer."""
+        assert self.decision is not None
+        self.reports[report.stripe] = report
+        for contribution in self.decision.contributions:
+            names = self.receipts.setdefault(contribution.learner, {})
+            names[report.stripe] = contribution.incarnation, contribution.snapshot
 
     def is_received(self, learner: str, stripes: Sequence[int] | None = None) -> bool:
         """Whether a learner's contribution to this ballot has arrived at all reducers, or at those of these stripes."""

@@ -29,6 +29,7 @@ from diloco_node.core.messages import (
     LeftOut,
     MergeDecided,
     MergedReceived,
+    Receipt,
     StripesReceived,
 )
 from diloco_node.core.projections import Projection
@@ -235,8 +236,6 @@ class RoundParticipant:
         elif round_.ballot is not None and event.ballot == round_.ballot.number:
             if round_.keep_stripe(round_.ballot, event, self._region):
                 self._dirty.add(fragment)
-                if round_.has_all(round_.ballot, name_of(contribution), self._region):
-                    self._effects.send(round_.ballot.leader, StripesReceived(event.ballot, *name_of(contribution)))
         elif round_.ballot is None or event.ballot > round_.ballot.number:
             self._early.keep(event)
 
@@ -302,6 +301,17 @@ class RoundParticipant:
         if bodies:
             self._early.forget(fragment, bodies[-1].ballot)
         self._dirty.add(fragment)
+
+    def tick(self) -> None:
+        """Tell leaders which contributions have arrived since the last heartbeat, in ballots that last so long.
+
+        One at a time they would be as many messages as the square of the regions, all to the leader.
+        """
+        for round_ in self.rounds:
+            ballot = round_.ballot
+            if ballot is not None and ballot.is_reducing(self._region):
+                if round_.received_names(ballot, self._region) != ballot.told_names:
+                    self._report_stripes(round_, ballot)
 
     def pump(self) -> None:
         """Do everything that can be done now."""
@@ -416,7 +426,7 @@ class RoundParticipant:
             self._effects.send(ballot.leader, Contributed(ballot.number, round_.contribution))
         if ballot.refusal:
             self._effects.send(ballot.leader, Declined(ballot.number, ballot.refusal))
-        if any(index not in ballot.reductions for index, _ in ballot.own_stripes(self._region)):
+        if ballot.is_reducing(self._region):
             self._report_stripes(round_, ballot)
         for _, reduction in sorted(ballot.reductions.items()):
             self._effects.send(ballot.leader, ballot.report_of(reduction))
@@ -427,8 +437,10 @@ class RoundParticipant:
         self._effects.send(ballot.leader, MergedReceived(ballot.number, digests))
 
     def _report_stripes(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
-        for name in round_.received_names(ballot, self._region):
-            self._effects.send(ballot.leader, StripesReceived(ballot.number, *name))
+        ballot.told_names = round_.received_names(ballot, self._region)
+        if ballot.told_names:
+            receipts = tuple(Receipt(*name) for name in ballot.told_names)
+            self._effects.send(ballot.leader, StripesReceived(ballot.number, receipts))
 
     def _alarm(self, kind: str, text: str, ballot: BallotOpened) -> None:
         self._effects.note(kind, text, fragment=ballot.fragment, version=ballot.version, is_alarm=True)

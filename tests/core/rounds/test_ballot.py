@@ -6,7 +6,7 @@ import pytest
 
 from diloco_node.core.merge.fragments import Fragment, Piece
 from diloco_node.core.merge.schedule import SLOWER_MAX
-from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported, ReusedStripe, StripesReceived
+from diloco_node.core.messages import BallotOpened, MergeDecided, Receipt, ReductionReported, ReusedStripe
 from diloco_node.core.rounds.ballot import BallotClock, ballot_deadline, encoded_bytes, plan_next
 from diloco_node.core.rounds.open_round import Deadline, OpenRound, payload_digest
 from diloco_node.core.types import Ballot, Codec, MergeRule, RateLimits, Stripe
@@ -190,7 +190,7 @@ def test_what_has_arrived_of_a_learner_that_died_is_not_reused() -> None:
     round_.contributions["b"] = newer = contribution("b", incarnation=2)
     plan = plan_next(round_, STRIPES, usable=OFFERED | {"b": newer}, able=ALL, reachable=ALL, is_late=True)
     assert plan.members == ("a",)
-    round_.on_receipt("b", StripesReceived(round_.ballot, "b", 2, 1))
+    round_.on_receipts("b", [Receipt("b", 2, 1)])
     plan = plan_next(round_, STRIPES, usable=OFFERED | {"b": newer}, able=ALL, reachable=ALL, is_late=False)
     assert [reused.stripe for reused in plan.reused if reused.learner == "b"] == [1]
 

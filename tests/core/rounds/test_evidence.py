@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_node.core.merge.outliers import RecentRounds
-from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported, StripesReceived
+from diloco_node.core.messages import BallotOpened, MergeDecided, Receipt, ReductionReported
 from diloco_node.core.rounds.evidence import (
     blame_norms,
     blame_sums,
@@ -43,7 +43,7 @@ def deliver(round_: OpenRound, *, but: Iterable[tuple[str, str]] = ()) -> None:
     for member in round_.members:
         for reducer in round_.reducers:
             if (member, reducer) not in but:
-                round_.on_receipt(reducer, StripesReceived(round_.ballot, member, 1, 1))
+                round_.on_receipts(reducer, [Receipt(member, 1, 1)])
 
 
 def merge(round_: OpenRound, names: Iterable[str] = NAMES) -> None:

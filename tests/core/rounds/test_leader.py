@@ -11,6 +11,7 @@ from diloco_node.core.messages import (
     Declined,
     PayloadDurable,
     ReusedStripe,
+    Receipt,
     StripesReceived,
 )
 from diloco_node.core.rounds.audit_draw import drawer_of, nonce_of
@@ -325,7 +326,7 @@ def test_member_lost_before_its_stripes_arrived_starts_another_ballot() -> None:
     assert [stripe.reducer for stripe in announcement.stripes] == ["a"], "b and c do not reach each other"
     office.contribute(announcement)
     office.go()
-    office.answer("a", StripesReceived(announcement.ballot, "b", 1, 1))
+    office.answer("a", StripesReceived(announcement.ballot, (Receipt("b", 1, 1),)))
     office.world.liveness.link_changed("b", is_up=False)
     assert office.go() == [], "everything of b has arrived"
     office.world.liveness.link_changed("c", is_up=False)

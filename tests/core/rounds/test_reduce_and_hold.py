@@ -25,6 +25,7 @@ from diloco_node.core.messages import (
     MergedReceived,
     PayloadDurable,
     ReductionReported,
+    Receipt,
     StripesReceived,
 )
 from diloco_node.core.rounds.followed import EARLY_MAX
@@ -47,21 +48,33 @@ from tests.kit.rounds_kit import (
     pieces,
 )
 
+
+def received(*names: str, ballot: Ballot = FIRST) -> StripesReceived:
+    """Their first contributions are whole."""
+    return StripesReceived(ballot, tuple(Receipt(name, 1, 1) for name in names))
+
+
 # ---- reduce ----------------------------------------------------------------------------------------------------------
 
 
 def test_reducer_says_what_it_holds_and_reduces_when_all_is_there() -> None:
     place = Place()
     place.open(replace(OPENED, members=("a", "c")))
-    assert told(place.stripes("c")) == [StripesReceived(FIRST, "c", 1, 1)]
+    assert place.stripes("c") == [], "one message for each contribution would be too many for the leader"
+    assert told(place.tick()) == [received("c")]
     assert place.decide("ac") == []
-    (received, order) = place.stripes("a")
-    assert received == Send("a", StripesReceived(FIRST, "a", 1, 1))
+    (order,) = place.stripes("a")
     assert isinstance(order, ReduceStripe)
     assert [contribution.learner for contribution in order.contributions] == ["a", "c"], "by name, not as they came"
     assert order.coefficients == ((0.0,) * pieces(0), (1.0,) * pieces(0))
     assert (order.stripe, order.block_start, order.block_stop, order.residual_of) == (1, 2, 4, None)
     assert place.decide("ac") == [], "once"
+    assert told(place.tick()) == [received("a", "c")]
+    assert place.tick() == [], "once"
+    place.participant.stripe_reduced(ReductionDone(FIRST, 1, (1.0,), ((1.0,), (2.0,)), b"m" * 32))
+    place.go()
+    place.stripes("b")
+    assert place.tick() == [], "the report of the sum says it"
 
 
 def test_a_reducer_tells_the_newest_contribution_of_a_learner() -> None:
@@ -70,10 +83,9 @@ def test_a_reducer_tells_the_newest_contribution_of_a_learner() -> None:
     place.stripes("ac")
     newer = contribution("c", incarnation=2, steps=(0, 3))
     place.participant.stripe_arrived(ContributionStripeArrived(FIRST, 1, newer, (2, 4)))
-    assert told(place.go()) == [StripesReceived(FIRST, "c", 2, 1)]
-    assert told(place.open(replace(OPENED, members=("a", "c"))))[:2] == [
-        StripesReceived(FIRST, "a", 1, 1),
-        StripesReceived(FIRST, "c", 2, 1),
+    assert told(place.tick()) == [StripesReceived(FIRST, (Receipt("a", 1, 1), Receipt("c", 2, 1)))]
+    assert told(place.open(replace(OPENED, members=("a", "c"))))[:1] == [
+        StripesReceived(FIRST, (Receipt("a", 1, 1), Receipt("c", 2, 1)))
     ]
 
 
@@ -86,12 +98,12 @@ def test_a_reducer_of_several_stripes_holds_a_contribution_when_it_has_them_all(
     (order,) = place.stripes("c", index=1, cut=cut)
     assert isinstance(order, ReduceStripe)
     assert (order.stripe, order.block_start, order.block_stop) == (1, 1, 2), "it need not wait for the other stripe"
-    effects = place.stripes("ca", index=2, cut=cut)
-    assert effects[:2] == [Send("a", StripesReceived(FIRST, "c", 1, 1)), Send("a", StripesReceived(FIRST, "a", 1, 1))]
-    assert isinstance(effects[2], ReduceStripe)
+    assert place.tick() == []
+    (order,) = place.stripes("ca", index=2, cut=cut)
+    assert isinstance(order, ReduceStripe)
+    assert told(place.tick()) == [received("a", "c")]
     assert told(place.open(replace(OPENED, members=("a", "c"), stripes=cut))) == [
-        StripesReceived(FIRST, "a", 1, 1),
-        StripesReceived(FIRST, "c", 1, 1),
+        received("a", "c"),
         MergedReceived(FIRST, (b"",) * 4),
     ]
     effects = place.open(
@@ -127,8 +139,7 @@ def test_stripe_that_overtakes_its_ballot_is_remembered() -> None:
     place = Place()
     assert place.stripes("ac") == []
     assert told(place.open(replace(OPENED, members=("a", "c")))) == [
-        StripesReceived(FIRST, "a", 1, 1),
-        StripesReceived(FIRST, "c", 1, 1),
+        received("a", "c"),
     ]
     assert any(isinstance(effect, ReduceStripe) for effect in place.decide("ac"))
 
@@ -138,7 +149,7 @@ def test_stripe_stays_for_the_next_ballot_over_the_same_blocks() -> None:
     place.open(replace(OPENED, members=("a", "c")))
     place.stripes("ac")
     effects = place.open(replace(AGAIN, members=("a", "c")))
-    assert told(effects) == [StripesReceived(SECOND_BALLOT, "a", 1, 1), StripesReceived(SECOND_BALLOT, "c", 1, 1)]
+    assert told(effects) == [received("a", "c", ballot=SECOND_BALLOT)]
     assert any(isinstance(effect, ReduceStripe) for effect in place.decide("ac", SECOND_BALLOT))
     moved = (Stripe("a", 0, 3), Stripe("b", 3, 5))
     effects = place.open(replace(AGAIN, ballot=Ballot(3, 3), members=("a", "c"), stripes=moved))
@@ -302,7 +313,7 @@ def test_early_stripes_are_limited_and_the_oldest_go() -> None:
         place.stripes("a", Ballot(3, number))
     assert told(place.open(replace(OPENED, ballot=Ballot(3, 0), members=("a",)))) == []
     assert told(place.open(replace(OPENED, ballot=Ballot(3, 5), members=("a",)))) == [
-        StripesReceived(Ballot(3, 5), "a", 1, 1)
+        received("a", ballot=Ballot(3, 5))
     ]
 
 
