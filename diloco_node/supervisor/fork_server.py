@@ -122,12 +122,11 @@ def _fork_orphan() -> int:
     between = os.fork()
     if between == 0:
         try:
-            pid = os.fork()
-            if pid > 0:
-                # Before anybody hears of it: the supervisor signals the group.
-                os.setpgid(pid, pid)
-                os.write(born_write, str(pid).encode())
+            if os.fork() > 0:
                 os._exit(0)
+            # Before anybody hears of it: the supervisor signals the group, and lowers the session's priority.
+            os.setsid()
+            os.write(born_write, str(os.getpid()).encode())
         except OSError:
             os._exit(1)
         os.close(born_read)

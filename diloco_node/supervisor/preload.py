@@ -30,13 +30,16 @@ FORK_SERVER: Final = Path(__file__).resolve().with_name("fork_server.py")
 
 ANSWER_BYTES_MAX: Final = 65_536
 ANSWER_S: Final = 5.0
+"""A fork takes hundredths of a second. A server that is silent for so long is stopped, or its memory is on disk."""
 
 LEARNER_NICENESS: Final = 5
 """Added to the learner's niceness: where processors are few, the daemon gets three times its share, and heartbeats come
 in time. More would stop the learner beside other programs, which are no more urgent than it is."""
 
 LOWEST_NICENESS: Final = 19
-"""A fork takes hundredths of a second. A server that is silent for so long is stopped, or its memory is on disk."""
+
+AUTOGROUP_TRIES: Final = 5
+"""Of the whole machine the kernel takes one such wish of users other than root in 0.1 s."""
 
 # Each CDLL brings types of its own, in a cycle: garbage that a process with many objects seldom collects.
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -282,8 +285,13 @@ def give_way(pid: int) -> None:
     niceness = min(os.getpriority(os.PRIO_PROCESS, 0) + LEARNER_NICENESS, LOWEST_NICENESS)
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, niceness)
-        # Linux shares processors among sessions first, where no control group does; niceness counts within each.
-        Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
+        # Where no control group does, Linux shares processors among sessions, and niceness counts within each only.
+        for _ in range(AUTOGROUP_TRIES):
+            try:
+                Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
 
 
 @contextlib.contextmanager

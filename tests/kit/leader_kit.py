@@ -11,8 +11,8 @@ from diloco_node.core.messages import (
     Contributed,
     MergeDecided,
     Message,
-    ReductionReported,
     Receipt,
+    ReductionReported,
     StripesReceived,
 )
 from diloco_node.core.projections import NO_PROJECTION, Projection

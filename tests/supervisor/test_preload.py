@@ -39,7 +39,7 @@ print(json.dumps({
     "main_names": sorted(set(globals()) - {"__annotations__", "names"}),
     "signals": [str(signal.getsignal(getattr(signal, name))) for name in names],
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
-    "is_group_leader": os.getpgid(0) == os.getpid(), "session": os.getsid(0), "parent": os.getppid(),
+    "is_group_leader": os.getpgid(0) == os.getpid(), "is_session_leader": os.getsid(0) == os.getpid(), "parent": os.getppid(),
     "stdin": os.readlink("/proc/self/fd/0"),
     "is_one_pipe": os.readlink("/proc/self/fd/1") == os.readlink("/proc/self/fd/2"),
     "descriptors": sorted(int(fd) for fd in os.listdir("/proc/self/fd")),
@@ -107,7 +107,12 @@ def finish(process: Forked | subprocess.Popen[bytes]) -> tuple[str, int]:
 def fresh(command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
     """As the supervisor starts one."""
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, process_group=0
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=env,
+        start_new_session=True,
     )
 
 

@@ -44,16 +44,16 @@ def test_it_says_which_learner_it_waits_for(tmp_path: Path) -> None:
 
 
 def test_the_learner_and_what_it_starts_give_way_to_the_daemon(tmp_path: Path) -> None:
-    say = "print(os.getpriority(os.PRIO_PROCESS, 0))"
-    daemon = NOTE + "wait_for('learner', 1)\nsys.stderr.write(str(os.getpriority(os.PRIO_PROCESS, 0)))"
-    learner = (
-        NOTE + f"{say}\nsys.stdout.flush()\nos.system(f'{{sys.executable}} -c \"import os; {say}\"')\nnote('learner')"
-    )
+    """Within a session by niceness; Linux gives sessions equal shares, unless their niceness says otherwise."""
+    look = "import os; print(os.getpriority(os.PRIO_PROCESS, 0), open('/proc/self/autogroup').read().split()[-1])"
+    daemon = NOTE + f"wait_for('learner', 1)\n{look}"
+    learner = NOTE + f"{look}\nsys.stdout.flush()\nos.system(f'{{sys.executable}} -c \"{look}\"')\nnote('learner')"
     assert run_supervisor(spec(tmp_path, daemon, learner)) == 0
     own = os.getpriority(os.PRIO_PROCESS, 0)
+    own_session = Path("/proc/self/autogroup").read_text().split()[-1]
     lower = min(own + LEARNER_NICENESS, LOWEST_NICENESS)
-    assert (tmp_path / "logs" / "daemon.log").read_text() == str(own)
-    assert (tmp_path / "logs" / "learner.log").read_text() == f"{lower}\n{lower}\n"
+    assert (tmp_path / "logs" / "daemon.log").read_text() == f"{own} {own_session}\n"
+    assert (tmp_path / "logs" / "learner.log").read_text() == f"{lower} {lower}\n" * 2
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, DISK_CODE, 6, 7])

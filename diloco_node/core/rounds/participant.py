@@ -309,9 +309,10 @@ class RoundParticipant:
         """
         for round_ in self.rounds:
             ballot = round_.ballot
-            if ballot is not None and ballot.is_reducing(self._region):
-                if round_.received_names(ballot, self._region) != ballot.told_names:
-                    self._report_stripes(round_, ballot)
+            if ballot is None or not ballot.is_reducing(self._region):
+                continue
+            if round_.received_names(ballot, self._region) != ballot.told_names:
+                self._report_stripes(round_, ballot)
 
     def pump(self) -> None:
         """Do everything that can be done now."""

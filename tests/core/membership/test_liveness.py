@@ -1,6 +1,8 @@
 """Liveness: who counts as alive, the matrix of who hears whom, round-trip times, learners that stand still."""
 
+import itertools
 import pickle
+import random
 from dataclasses import replace
 
 from diloco_node.core.events import Send
@@ -80,6 +82,18 @@ def test_regions_reach_each_other_only_when_both_say_so() -> None:
     assert not reach("b", "c", now_ns=1), "one direction is cut"
     assert not reach("a", "b", now_ns=1 + SILENT_NS), "what a silent region said is void"
     assert not world.liveness.hears("b", "c", now_ns=1 + SILENT_NS)
+
+
+def test_all_pairs_at_once_are_the_same_as_each_pair() -> None:
+    dice = random.Random(5)
+    for _ in range(50):
+        world = Neighbourhood(regions=tuple("abcd"))
+        for name in dice.sample("bcd", dice.randint(0, 3)):
+            world.hear(name, now_ns=1, hears=tuple(dice.sample("abcd", dice.randint(0, 4))))
+        heard = world.liveness.heard_by(now_ns=2)
+        for first, second in itertools.permutations("abcd", 2):
+            both = second in heard[first] and first in heard[second]
+            assert both is world.liveness.reach_each_other(first, second, now_ns=2), (first, second)
 
 
 def test_region_that_does_not_hear_us_is_not_reached() -> None:

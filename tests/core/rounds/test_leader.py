@@ -10,8 +10,8 @@ from diloco_node.core.messages import (
     Contributed,
     Declined,
     PayloadDurable,
-    ReusedStripe,
     Receipt,
+    ReusedStripe,
     StripesReceived,
 )
 from diloco_node.core.rounds.audit_draw import drawer_of, nonce_of
@@ -366,8 +366,23 @@ def test_nobody_left_abandons_the_round_and_it_is_opened_again_later() -> None:
     assert "abandoned" in office.kinds()
     office.report(DUE)
     assert office.go() == [], "not in the same breath"
-    office.report(DUE)
+    office.leader.tick()
     assert ballots(office.go(SECOND // 2))[0].ballot == Ballot(3, 2)
+
+
+def test_a_report_by_which_nobody_becomes_due_is_looked_at_with_the_next_heartbeat() -> None:
+    """Of sixteen regions come eighty reports a second. With a look at every pair of regions for each the leader of many
+    on a busy machine did nothing else."""
+    office = Office()
+    office.report(status(1))
+    office.report(DUE, "ab")
+    assert office.go() == []
+    assert "grace" in office.leader.reason
+    office.world.liveness.link_changed("c", is_up=False)
+    office.report(DUE, "ab")
+    assert office.go() == []
+    office.leader.tick()
+    assert ballots(office.go())[0].members == ("a", "b")
 
 
 def test_ballot_numbers_are_never_used_twice() -> None:

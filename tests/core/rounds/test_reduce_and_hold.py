@@ -24,8 +24,8 @@ from diloco_node.core.messages import (
     MergeDecided,
     MergedReceived,
     PayloadDurable,
-    ReductionReported,
     Receipt,
+    ReductionReported,
     StripesReceived,
 )
 from diloco_node.core.rounds.followed import EARLY_MAX
