@@ -188,6 +188,8 @@ class GrpcTransport:
         # When a rejection of a peer was logged last, by reason: once in REJECTION_LOG_S.
         self._logged_s: dict[tuple[str, str], float] = {}
         self.port = 0
+        # The last message and its frame: what goes to all regions is encoded once.
+        self._encoded: tuple[ControlMessage | None, bytes] = (None, b"")
         # Transfers of rounds and recovery under way; `_quiet` is set when the last one ends.
         self._urgent = 0
         self._quiet = asyncio.Event()
@@ -243,7 +245,9 @@ class GrpcTransport:
 
     def send(self, peer: str, message: ControlMessage) -> bool:
         """Queue a control message; False if it was dropped, for the link is down or its queue is full."""
-        return self._link(peer).send(encode_control(message))
+        if message is not self._encoded[0]:
+            self._encoded = (message, encode_control(message))
+        return self._link(peer).send(self._encoded[1])
 
     async def transfer(self, peer: str, header: TransferHeader, body: memoryview) -> None:
         """Stream a body in chunks (zstd where it pays). Returns when the last chunk is handed to the link.

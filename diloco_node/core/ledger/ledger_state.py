@@ -249,7 +249,7 @@ class LedgerState:
         """When the next TimerFired is due."""
         if not self.is_leader:
             return self._election.due_at_ns
-        return min(self._heartbeat_at_ns, self._heard_until_ns()) if self._has_rivals else self._heartbeat_at_ns
+        return min(self._heartbeat_at_ns, self._leads_until_ns()) if self._has_rivals else self._heartbeat_at_ns
 
     @property
     def reason(self) -> str:
@@ -467,6 +467,14 @@ class LedgerState:
         election = self._election
         heard_at_ns = election.cadence.heard_at_ns
         return 0 if heard_at_ns is None else heard_at_ns + election.timeout_ns
+
+    def _leads_until_ns(self) -> int:
+        """Up to when a leader waits for answers of a majority: as long as the most patient follower for the leader.
+
+        Until then hardly anybody else can lead. And a silence that ends is learnt: answers that wait unread on a busy
+        machine would depose one leader after the other, each at the first one.
+        """
+        return self._heard_until_ns() + self._election.timeout_ns
 
 
 def body_name(body: EntryBody) -> str:

@@ -134,7 +134,7 @@ class LedgerCore(LedgerState):
 
     def _timer_fired(self, now_ns: int) -> None:
         if self.is_leader:
-            if self._has_rivals and now_ns >= self._heard_until_ns():
+            if self._has_rivals and now_ns >= self._leads_until_ns():
                 self._note("no majority answers: steps down")
                 self._become_follower("", now_ns)
             elif now_ns >= self._heartbeat_at_ns:
