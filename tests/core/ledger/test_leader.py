@@ -4,9 +4,11 @@ import itertools
 
 import pytest
 
-from diloco_node.core.events import LinkChanged, TimerFired
+from diloco_node.core.cadence import MARGIN
+from diloco_node.core.events import Effect, LinkChanged, TimerFired
 from diloco_node.core.ledger.election import Role
 from diloco_node.core.ledger.log import STAGED_ENTRIES_MAX
+from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.replication import BATCH_ENTRIES_MAX
 from diloco_node.core.messages import AppendEntries, AppendEntriesReply, Message
 from diloco_node.core.types import LeaderBody, RoundBody
@@ -193,16 +195,34 @@ def test_answers_of_another_term_are_not_counted() -> None:
     assert (core.role, core.term, core.cluster_commit_index) == (Role.FOLLOWER, 4, 0)
 
 
-def test_a_leader_that_hears_no_majority_for_one_timeout_steps_down() -> None:
-    core, _, now_ns = a_leader()
-    silent_since_ns = now_ns
-    while core.is_leader:
+def silent(core: LedgerCore, now_ns: int, until_ns: int) -> tuple[list[Effect], int]:
+    """Nobody answers, until then or until it leads no longer; the last effects, and when that was."""
+    effects: list[Effect] = []
+    while core.is_leader and core.wake_at_ns <= until_ns:
         now_ns = core.wake_at_ns
         effects = core.handle(TimerFired(), now_ns=now_ns)
-    assert now_ns == silent_since_ns + TIMEOUT_NS
+    return effects, now_ns
+
+
+def test_a_leader_that_hears_no_majority_for_two_timeouts_steps_down() -> None:
+    core, _, silent_since_ns = a_leader()
+    effects, now_ns = silent(core, silent_since_ns, 9 * TIMEOUT_NS)
+    assert now_ns == silent_since_ns + 2 * TIMEOUT_NS, "a follower waits from one to two of them before it stands"
     assert (core.role, core.leader) == (Role.FOLLOWER, "")
     assert "no majority answers" in str(effects)
     assert core.wake_at_ns >= now_ns + TIMEOUT_NS
+
+
+def test_a_leader_learns_a_silence_that_ends() -> None:
+    """On a busy machine answers wait unread. With one timeout each leader was deposed by the first such silence."""
+    core, _, silent_since_ns = a_leader()
+    _, now_ns = silent(core, silent_since_ns, silent_since_ns + 3 * TIMEOUT_NS // 2)
+    assert core.is_leader
+    gap_ns = now_ns - silent_since_ns
+    arrive(core, "c", ack(1, core._sequence, True, 0), now_ns)
+    _, end_ns = silent(core, now_ns, 99 * TIMEOUT_NS)
+    assert not core.is_leader
+    assert end_ns == now_ns + 2 * MARGIN * gap_ns
 
 
 def test_a_leader_that_hears_one_of_two_followers_leads_on() -> None:
@@ -221,7 +241,7 @@ def test_a_leader_of_five_that_hears_one_steps_down() -> None:
     peers = [name for name in network.names if name != leader]
     for other in peers[1:]:
         network.cut |= {(other, leader)}
-    network.run_until(lambda: not network.cores[leader].is_leader, limit_ns=2 * TIMEOUT_NS)
+    network.run_until(lambda: not network.cores[leader].is_leader, limit_ns=3 * TIMEOUT_NS)
 
 
 def test_only_a_leader_proposes_and_only_what_its_disk_can_apply() -> None:
