@@ -402,9 +402,8 @@ class RegionCore:
         if isinstance(message, msg.AuditDrawn):
             self.participant.audits.take(peer, message)
         if isinstance(message, msg.DiscardReported):
-            self.leader.take_discards(
-                self._objections.discards.hear(peer, message.bodies, now_ns=now_ns), now_ns=now_ns
-            )
+            bodies = self._objections.discards.hear(peer, message.bodies, now_ns=now_ns)
+            self.leader.take_discards(bodies, now_ns=now_ns)
         if isinstance(message, BallotAnswer):
             self.leader.on_answer(peer, message, now_ns=now_ns)
         elif isinstance(message, msg.FinishRequested):

@@ -39,7 +39,7 @@ in time. More would stop the learner beside other programs, which are no more ur
 LOWEST_NICENESS: Final = 19
 
 AUTOGROUP_TRIES: Final = 5
-"""Of the whole machine the kernel takes one such wish of users other than root in 0.1 s."""
+"""The kernel takes one such wish in 0.1 s from all users of the machine but root."""
 
 # Each CDLL brings types of its own, in a cycle: garbage that a process with many objects seldom collects.
 _libc: Final = ctypes.CDLL(None, use_errno=True)

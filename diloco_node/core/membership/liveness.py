@@ -275,16 +275,16 @@ class Liveness:
             return self.is_alive(peer, now_ns=now_ns) and self._region in self._peer(peer).hears
         return self.hears(first, second, now_ns=now_ns) and self.hears(second, first, now_ns=now_ns)
 
-    def heard_by(self, *, now_ns: int) -> dict[str, Collection[str]]:
+    def contacts(self, *, now_ns: int) -> dict[str, Collection[str]]:
         """Return by region, this one too, the regions that it hears; none for a region that is not alive.
 
         It answers `reach_each_other` for all pairs at once: two do if each is among those that the other hears.
         """
         alive = self.alive(now_ns=now_ns)
-        heard: dict[str, Collection[str]] = {
+        contacts: dict[str, Collection[str]] = {
             name: peer.hears if name in alive else () for name, peer in self._peers.items()
         }
-        return heard | {self._region: alive}
+        return contacts | {self._region: alive}
 
     def learner(self, region: str) -> LearnerStatus | None:
         """The last status of the region's learner; None if there is no learner."""

@@ -90,9 +90,9 @@ def test_all_pairs_at_once_are_the_same_as_each_pair() -> None:
         world = Neighbourhood(regions=tuple("abcd"))
         for name in dice.sample("bcd", dice.randint(0, 3)):
             world.hear(name, now_ns=1, hears=tuple(dice.sample("abcd", dice.randint(0, 4))))
-        heard = world.liveness.heard_by(now_ns=2)
+        contacts = world.liveness.contacts(now_ns=2)
         for first, second in itertools.permutations("abcd", 2):
-            both = second in heard[first] and first in heard[second]
+            both = second in contacts[first] and first in contacts[second]
             assert both is world.liveness.reach_each_other(first, second, now_ns=2), (first, second)
 
 
