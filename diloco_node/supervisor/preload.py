@@ -282,13 +282,15 @@ def start_reader(pipe: IO[bytes], write: Callable[[bytes], None]) -> threading.T
 
 def give_way(pid: int) -> None:
     """Lower the priority of a process that has just begun a session: all that it will start inherits it."""
-    niceness = min(os.getpriority(os.PRIO_PROCESS, 0) + LEARNER_NICENESS, LOWEST_NICENESS)
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, pid, niceness)
-        # Where no control group does, Linux shares processors among sessions, and niceness counts within each only.
+        niceness = os.getpriority(os.PRIO_PROCESS, 0) + LEARNER_NICENESS
+        os.setpriority(os.PRIO_PROCESS, pid, min(niceness, LOWEST_NICENESS))
+    # Where no control group does, Linux shares processors among sessions, and niceness counts within each only.
+    with contextlib.suppress(OSError, ValueError):
+        niceness = int(Path("/proc/self/autogroup").read_text().split()[-1]) + LEARNER_NICENESS
         for _ in range(AUTOGROUP_TRIES):
             try:
-                Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
+                Path(f"/proc/{pid}/autogroup").write_text(str(min(niceness, LOWEST_NICENESS)))
                 break
             except BlockingIOError:
                 time.sleep(0.1)
