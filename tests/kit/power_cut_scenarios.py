@@ -274,20 +274,19 @@ def state_digest_of(version: int) -> bytes:
 
 
 class FilesScenario:
-    """Payloads in one go and part by part, over spares of older ones; states; pruning and setting aside."""
+    """Payloads and states; pruning and setting aside."""
 
     def run(self, root: Path, disk: RecordedDisk) -> None:
         disk.note = FilesNote()
         store = RegionStore(region_folder(root))
         store.load(FRAGMENTS)
         for version in range(1, 4):
-            self._payload(disk, store, version, is_draft=version != 2)
+            self._payload(disk, store, version)
             self._state(disk, store, version)
-        store.write_ahead(4 * VALUES)
         disk.note = replace(disk.note, payloads=frozenset({3}), states=frozenset({2, 3}))
         store.prune(0, 3)
         for version in (4, 5):
-            self._payload(disk, store, version, is_draft=True)
+            self._payload(disk, store, version)
         store.close()
         store = self._load(root, disk)
         self._state(disk, store, 5)
@@ -308,15 +307,8 @@ class FilesScenario:
         disk.note = replace(disk.note, payloads=disk.note.payloads | told, states=states)
         return store
 
-    def _payload(self, disk: RecordedDisk, store: RegionStore, version: int, *, is_draft: bool) -> None:
-        digest, parts = digest_of(version), parts_of(version)
-        if is_draft:
-            draft = store.draft_payload(sum(map(len, parts)))
-            for at, part in ((len(parts[0]), parts[1]), (0, parts[0])):
-                draft.write(store.content_offset(at), memoryview(part))
-            store.finish_payload(draft, 0, version, digest, [len(part) for part in parts])
-        else:
-            store.store_payload(0, version, digest, parts)
+    def _payload(self, disk: RecordedDisk, store: RegionStore, version: int) -> None:
+        store.store_payload(0, version, digest_of(version), parts_of(version))
         disk.note = replace(disk.note, payloads=disk.note.payloads | {version})
 
     def _state(self, disk: RecordedDisk, store: RegionStore, version: int) -> None:

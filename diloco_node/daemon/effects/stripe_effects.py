@@ -25,7 +25,6 @@ from diloco_node.core.projections import (
     Window,
 )
 from diloco_node.core.types import Stripe
-from diloco_node.daemon.effects.drafts import Drafts
 from diloco_node.daemon.effects.open_stripes import (
     MergedPart,
     StripeTable,
@@ -63,7 +62,7 @@ class StripeEffects(EffectContext):
 
     Args:
         region: our name. keeps_residual: with error feedback. is_trimmed: `[rounds] merge` is `trimmed`.
-        learner: has the own contribution's bytes. table: where stripes are kept. drafts: where merged ones are written.
+        learner: has the own contribution's bytes. table: where stripes are kept.
         reject: counts what a peer did that no honest one does, as a strike.
 
     Attributes:
@@ -75,7 +74,6 @@ class StripeEffects(EffectContext):
     is_trimmed: bool
     learner: LearnerProxy
     table: StripeTable
-    drafts: Drafts
     sending: Sending
     reject: Callable[[str, PeerError], None]
     cosines: dict[str, deque[float]] = field(default_factory=dict, init=False)
@@ -185,8 +183,7 @@ class StripeEffects(EffectContext):
         if version <= self.parameters.versions[fragment]:
             return
         header = MergedStripe(order.ballot, order.stripe, fragment, version, reduction.digest, start, stop)
-        if self._keep_merged(self.region, header, merged_body):
-            self.drafts.add(order.ballot, fragment, version, start, merged_body, blocks=down)
+        self._keep_merged(self.region, header, merged_body)
         if residual is not None:
             self.table.keep_residual(order.ballot, order.stripe, fragment, version, residual)
         self.post(reduction)
@@ -212,8 +209,6 @@ class StripeEffects(EffectContext):
         if version <= self.parameters.versions[fragment]:
             return
         blocks = self.parameters.blocks[fragment]
-        # The disk works while the blocks are checked; what does not pass is never named.
-        self.drafts.add(header.ballot, fragment, version, start, body, blocks=blocks)
         try:
             digest, norms = await beside_loop(self.pool, body.nbytes, checked_digest, blocks, body, start, stop)
             if digest != header.digest:
@@ -300,7 +295,6 @@ class StripeEffects(EffectContext):
     def close_ballot(self, order: ev.CloseBallot) -> None:
         """Free what nobody asks about any more, and stop its transfers."""
         fragment, version = order.fragment, order.version
-        self.drafts.close(order.ballot, fragment, version, is_committed=order.committed)
         self.table.close(order.ballot, fragment, version, is_committed=order.committed)
         if order.committed:
             self.sending.drop_older_rounds(fragment, version)
