@@ -118,7 +118,6 @@ def test_values_and_origins(run_toml: Path) -> None:
     rows = {key: (value, origin) for key, value, origin in config.rows()}
     assert rows["run.id"] == ('"try"', f"{run_toml}:3")
     assert rows["rounds.heartbeat"] == ('"100ms"', f"{run_toml}:8")
-    assert rows["rounds.error_feedback"] == ("false", "default")
     assert rows["run.init"] == ("none", "default")
 
 
@@ -200,7 +199,6 @@ def test_run_settings_carry_every_field(run_toml: Path) -> None:
         "rounds.codec_down=fp32",
         "rounds.carry=overwrite",
         "rounds.carry_steps_max=77",
-        "rounds.error_feedback=true",
         "rounds.election_timeout=1500ms",
         "rounds.ballot_deadline_min=3s",
         "rounds.overlap_steps=3",
@@ -234,7 +232,6 @@ def test_run_settings_carry_every_field(run_toml: Path) -> None:
         weight_cap=3.0,
         weight_share_max=0.75,
         tokens_ratio_max=8.0,
-        error_feedback=True,
         tokens_max=5000,
         steps_max=400,
         heartbeat_ns=100_000_000,
@@ -325,7 +322,7 @@ def test_a_region_without_address_binds_any_port_on_loopback(tmp_path: Path) -> 
         ("rounds.outer_lr=nan", ["rounds.outer_lr", "finite"]),
         ("rounds.outer_momentum=1", ["less than 1"]),
         ("rounds.weight_cap=0.5", ["greater than or equal to 1"]),
-        ("rounds.error_feedback=maybe", ["boolean"]),
+        ("regions.eu.payload_archive=maybe", ["boolean"]),
         ("rounds.overlap_steps=16", ["rounds.overlap_steps is 16", "less than rounds.sync_every, 16"]),
         ("rounds.quorum_min=3", ["rounds.quorum_min is 3", "there are 2 regions"]),
         ("rounds.ballot_deadline_min=1ms", ["rounds.ballot_deadline_min", "at least rounds.heartbeat, 100ms"]),

@@ -149,7 +149,6 @@ class Bench:
         self.stripe_effects = StripeEffects(
             **shared,
             region=region,
-            keeps_residual=SETTINGS.error_feedback,
             is_trimmed=False,
             learner=learner,
             table=self.table,

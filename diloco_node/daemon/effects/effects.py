@@ -183,7 +183,6 @@ def build_effects(
     stripes = StripeEffects(
         **context,
         region=region,
-        keeps_residual=settings.error_feedback,
         is_trimmed=settings.merge is MergeRule.TRIMMED,
         learner=learner,
         table=table,
