@@ -195,7 +195,7 @@ def _install_reducing(fault: Callable[[], str]) -> None:
     reduce_stripe = stripe_effects.reduce_stripe
 
     def reduce_or_not(*given: Any, **named: Any) -> Any:
-        done, encoded, residual = reduce_stripe(*given, **named)
+        done, encoded = reduce_stripe(*given, **named)
         spoil = SUMS.get(fault())
         if spoil is not None:
             order, blocks = given[0], given[3]
@@ -208,7 +208,7 @@ def _install_reducing(fault: Callable[[], str]) -> None:
         if fault() == "nan_merged":
             encoded = np.full_like(encoded, 0xFF)  # as a scale in float32 or bf16: NaN
             done = dataclasses.replace(done, digest=stripe_digest(encoded))
-        return done, encoded, residual
+        return done, encoded
 
     stripe_effects.reduce_stripe = reduce_or_not
 

@@ -34,23 +34,20 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 from peers_learner import SIDE, Spec
+from peers_network import HERE, LINKS, Network, network
 
 from diloco_node.errors import DilocoError
 from diloco_node.lab.demo.region_processes import RegionProcess
-from diloco_node.lab.wan import emulation
-from diloco_node.lab.wan.emulation_state import EmulationState
-from diloco_node.lab.wan.namespaces import Place, create, remove
 from diloco_node.lab.wan.tun import DEVICE
 from diloco_node.transport.authority import init_run
 
-HERE = Path(__file__).resolve().parent
 TORCH = "torch==2.13.0"
 """Named with its version: newer builds bring gigabytes of CUDA."""
 
@@ -69,7 +66,6 @@ PROGRAMS = {
 CODECS = {"ours": ("int4", "int8"), "ours_fp32": ("fp32", "fp32")}
 ARMS = (*CODECS, "allreduce", *REQUIREMENTS)
 
-REGIONS = ("a", "b", "c", "d")
 PORT = 29_500
 STEP_S = 0.01
 STEPS = 200
@@ -98,79 +94,9 @@ codec_up = "{up}"
 codec_down = "{down}"
 """
 
-LINKS = {
-    "loopback": "",
-    "1g": 'rtt = "20ms"\n{lines}egress = "1Gbit/s"\n',
-    "2g": 'rtt = "40ms"\n{lines}egress = "2Gbit/s"\n',
-    "lossy": 'rtt = "100ms"\nloss = "1%"\n{lines}egress = "200Mbit/s"\n',
-    "home": (HERE.parent / "netem" / "home.toml").read_text(),
-}
-
 
 class ArmEnded(Exception):
     """An arm that can't go on; the reason."""
-
-
-def topology(link: str, regions: int) -> str:
-    """The file of a link, the same for each region."""
-    head, lines, tail = LINKS[link].partition("{lines}")
-    if not lines:
-        return head
-    return f"[default_link]\n{head}" + "".join(f"\n[regions.{name}]\n{tail}" for name in REGIONS[:regions])
-
-
-# ---- the network -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """Where the regions live. state: of the emulation; None: loopback."""
-
-    places: Sequence[Place]
-    state: EmulationState | None = None
-
-    def counters(self) -> dict[str, float]:
-        """Bytes that passed, with headers, and what the router needed for that; totals."""
-        if self.state is None:
-            text = run_inside(self.places[0], "cat", "/proc/net/dev")
-            line = next(line for line in text.splitlines() if line.strip().startswith("lo:"))
-            return {"bytes": float(line.split(":")[1].split()[8]), "router_cpu": 0.0, "late": 0.0}
-        status = emulation.command(self.state, {"do": "status"})
-        passed = sum(pair["bytes_passed"] for pair in status["pairs"])
-        return {"bytes": passed, "router_cpu": status["cpu_seconds"], "late": status["packets_late"]}
-
-    def order(self, verb: str) -> None:
-        """Cut the last region off, or heal it."""
-        assert self.state is not None
-        emulation.command(self.state, {"do": verb, "region": self.places[-1].region})
-
-
-def run_inside(place: Place, *command: str) -> str:
-    """What a command prints in a region's namespace."""
-    return subprocess.run(
-        ["ip", "netns", "exec", place.namespace, *command], capture_output=True, text=True, check=True
-    ).stdout
-
-
-@contextlib.contextmanager
-def network(link: str, regions: int, folder: Path) -> Iterator[Network]:
-    """Make the link; it is removed afterwards, also when something failed."""
-    run = f"peers{os.getpid()}"
-    if not LINKS[link]:
-        namespace = f"diloco-{run}-all"
-        create(namespace)
-        try:
-            yield Network([Place(name, namespace, f"127.0.0.{n}") for n, name in enumerate(REGIONS[:regions], 1)])
-        finally:
-            remove(namespace)
-        return
-    file = folder / "link.toml"
-    file.write_text(topology(link, regions))
-    state = emulation.up(file, run=run, regions=regions, owner_pid=os.getpid())
-    try:
-        yield Network(state.places(), state)
-    finally:
-        emulation.down(run)
 
 
 # ---- the arms --------------------------------------------------------------------------------------------------------

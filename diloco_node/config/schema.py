@@ -250,9 +250,6 @@ class RoundsSection(Section):
         ge=1,
         le=64,
     )
-    error_feedback: bool = constant(
-        _RUN.error_feedback, "rounding errors of merged values go into the next round", "`codec_down` is `int4`"
-    )
     heartbeat: Span = agreement(
         Duration(_RUN.heartbeat_ns),
         "time between two heartbeats of the leader; at most a third of `election_timeout`",

@@ -309,11 +309,9 @@ class SendContribution:
 
 @dataclass(frozen=True, slots=True)
 class ReduceStripe:
-    """Decode, weigh and sum in the given order, add the residual if asked, encode; answer ReductionDone.
+    """Decode, weigh and sum in the given order, encode; answer ReductionDone.
 
     The bytes are found by contribution and block range: they may have arrived under an earlier ballot.
-    residual_of: with error feedback, the ballot whose residual for this stripe is to be added (it committed the
-    version before over the very same block range), else None. The new residual is kept under `ballot`.
     """
 
     ballot: Ballot
@@ -324,7 +322,6 @@ class ReduceStripe:
     block_stop: int
     contributions: tuple[Contribution, ...]
     coefficients: tuple[tuple[float, ...], ...]
-    residual_of: Ballot | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,8 +427,8 @@ class SetStatesAside:
 class CloseBallot:
     """Nothing more will be asked about this ballot: free its merged stripes.
 
-    committed: its residual is kept, and contributions to this version (not to later ones) are freed; else its
-    residual is dropped, and contributions stay for the next ballot of the round.
+    committed: contributions to this version (not to later ones) are freed; else they stay for the next ballot of the
+    round.
     """
 
     ballot: Ballot

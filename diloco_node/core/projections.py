@@ -26,8 +26,7 @@ class Projection:
 
     Attributes:
         sums: per window, the projection of the decoded payload.
-        errors: per window, square of what encoding may change in it at most, as a length; with error feedback that of
-            the version before is in it. Infinite if that is not known here.
+        errors: per window, square of what encoding may change in it at most, as a length.
         contribution: per window, the projection of the own contribution.
     """
 
@@ -46,7 +45,6 @@ class Project:
     Attributes:
         stripes: of the ballot, whose merged ones are in memory; none: not the payload.
         contribution: the own one; None: not that.
-        before: digest of the version before, whose rounding error feedback adds; empty: not known here.
     """
 
     ballot: Ballot
@@ -55,7 +53,6 @@ class Project:
     windows: tuple[Window, ...]
     stripes: tuple[Stripe, ...] = ()
     contribution: Contribution | None = None
-    before: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -395,7 +395,6 @@ class RunSettings:
         codec_up: of contributions. codec_down: of merged stripes.
         carry, carry_steps_max: see CarryMode and `core.merge.carry`; beyond carry_steps_max lambda discounts (0: 4 H).
         weight_cap, weight_share_max, tokens_ratio_max: see `core.merge.weights`.
-        error_feedback: reducers keep the quantisation residual of the merged stripe for the next round.
         tokens_max, steps_max: end of the run by merged tokens of all regions, or by the steps of the median learner
             (`core.rounds.progress`); 0 means no end.
         election_timeout_ns: drawn from 1 to 2 times this.
@@ -422,7 +421,6 @@ class RunSettings:
     weight_cap: float = 2.0
     weight_share_max: float = 0.4
     tokens_ratio_max: float = 4.0
-    error_feedback: bool = False
     tokens_max: int = 0
     steps_max: int = 0
     heartbeat_ns: int = 200_000_000

@@ -24,7 +24,7 @@ from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.rounds.extension import extension
-from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
+from diloco_node.daemon.admin.admin_server import AdminServer
 from diloco_node.daemon.admin.metrics import StatusCollector
 from diloco_node.daemon.admin.status_document import NoteBook, write_report
 from diloco_node.daemon.console import LINES_POLL_S, Console, console_line
@@ -110,25 +110,7 @@ class Daemon:
         registry = CollectorRegistry()
         registry.register(StatusCollector(self.status))
         admin = AdminServer(
-            AdminHandlers(
-                status=self.status,
-                snapshot=self._snapshot,
-                not_ready_reason=self.not_ready_reason,
-                finish=self.finish,
-                drain=self.drain,
-                set_budget=self._set_budget,
-                measure=self._measure,
-                expel=self._expel,
-                revoke=self._revoke,
-                change_members=lambda document: self._running_node("change").change_members(document),
-                change_settings=lambda document: self._running_node("change").change_settings(document),
-                lift_quarantine=self._lift_quarantine,
-                start_learner=self.start_learner,
-            ),
-            registry,
-            port=self.spec.admin_port,
-            state_dir=self.spec.state_dir,
-            host=self.spec.admin_host,
+            self, registry, port=self.spec.admin_port, state_dir=self.spec.state_dir, host=self.spec.admin_host
         )
         self._store = RegionStore(self.spec.state_dir, is_archive=self.spec.payload_archive)
         code = 1
@@ -332,7 +314,8 @@ class Daemon:
             "clock": clock,
         }
 
-    def _snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
+        """The status, the history, and the settings with their origins: what the page begins with."""
         return {
             "status": self.status(),
             "history": self._history.document(),
@@ -403,7 +386,7 @@ class Daemon:
         else:
             os.kill(supervisor, signal.SIGTERM)
 
-    def _set_budget(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
+    def set_budget(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Change it until the region starts again or reads its settings again. Raises ConfigError."""
         self._follow_budget(changed_plan(self.spec.budget, document, self._peers), "an operator")
         return self.spec.budget.to_plain()
@@ -437,19 +420,30 @@ class Daemon:
     def _peers(self) -> Mapping[str, str | None]:
         return self.spec.peers if self.node is None else self.node.transport.addresses
 
+    def change_members(self, document: Mapping[str, Any]) -> None:
+        """Have the ledger change a region's membership, as `member_order` reads it. Raises ConfigError."""
+        self._running_node("change").change_members(document)
+
+    def change_settings(self, document: Mapping[str, Any]) -> list[str]:
+        """Have the ledger change settings, as `settings_order` reads them; each in words. Raises ConfigError."""
+        return self._running_node("change").change_settings(document)
+
     def _check_peer(self, peer: str) -> None:
         if peer not in self._peers:
             raise ConfigError(f"{peer!r} is none of this region's peers: {', '.join(sorted(self._peers))}")
 
-    def _expel(self, peer: str) -> None:
+    def expel(self, peer: str) -> None:
         """Have the ledger expel a peer. Raises ConfigError."""
         if peer == self.spec.region:
             raise ConfigError(f"{peer} can't expel itself: stop it, or give the order to another region")
         self._check_peer(peer)
         self._running_node(f"expel {peer} from").expel(peer, is_lifted=False)
 
-    def _revoke(self, region: str, pem: str) -> str:
-        """Have the ledger revoke a certificate. Raises ConfigError."""
+    def revoke(self, region: str, pem: str) -> str:
+        """Have the ledger revoke a certificate; the beginning of its fingerprint. Raises ConfigError.
+
+        pem: empty: the one that the region uses.
+        """
         if region != self.spec.region:
             self._check_peer(region)
         return self._running_node(f"revoke the certificate of {region} in").revoke(region, pem.encode())
@@ -459,7 +453,7 @@ class Daemon:
             raise ConfigError(f"there is no run yet to {purpose}: {self.spec.region} {self._facts()['reason']}")
         return self.node
 
-    def _lift_quarantine(self, peer: str) -> bool:
+    def lift_quarantine(self, peer: str) -> bool:
         """Readmit a peer; whether it was expelled, in quarantine, or had strikes. Raises ConfigError."""
         self._check_peer(peer)
         if self.node is not None and peer in self.node.core.history.expelled:
@@ -470,16 +464,16 @@ class Daemon:
             self.notes.add(Note("peer", f"an operator lifted the quarantine of {peer}"))
         return was
 
-    async def _measure(
+    async def measure(
         self, document: Mapping[str, Any], on_progress: Callable[[str], None], on_partial: OnPartial
     ) -> Mapping[str, Any]:
-        """Measure links over themselves. Raises DilocoError."""
+        """Measure links over themselves (`MeasureCommand`); cancelled when the caller goes away. Raises DilocoError."""
         if self.node is None:
             raise PeersUnreachable(f"{self.spec.region} has no links yet: it {self._facts()['reason']}")
         return await self.node.measure(document, on_progress, on_partial)
 
     def finish(self, reason: str) -> None:
-        """Raises ConfigError: nothing has begun that could end."""
+        """Ask the run to end, after one last round of each fragment. Raises ConfigError: nothing has begun."""
         if self.node is None:
             raise ConfigError(
                 f"there is no run to finish yet: {self.spec.region} {self._facts()['reason']}. Ask again when it is "

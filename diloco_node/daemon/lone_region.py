@@ -35,8 +35,6 @@ from diloco_node.storage.object_store import bucket_scheme
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.swapped_object import BEFORE, FOLDER, RECORD, SwappedObject
 
-"""The record that an empty one was put in place of: what it acknowledged stays known, should the rest not be done."""
-
 TERMS_AHEAD: Final = 1 << 16
 """Above every term that the others can have come to since: with an election each second, 18 hours without a leader."""
 

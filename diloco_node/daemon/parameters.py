@@ -165,10 +165,6 @@ class Parameters:
         async with self._locks[fragment]:
             await in_thread(self._files, self._store.set_states_aside, fragment, version_min)
 
-    async def write_ahead(self, fragment: int) -> None:
-        """Prepare a file for the fragment's next payload. Raises StorageError."""
-        await in_thread(self._background, self._store.write_ahead, self.blocks[fragment].encoded_bytes)
-
     def full_tensors(self) -> dict[str, F32]:
         """The whole model by tensor name, float32, shaped; a copy. Call it when no round is open."""
         return join_fragments(self.manifest, self.theta)

@@ -281,7 +281,6 @@ class Storage:
         rooms: more, of a learner on a GPU, for fragments on their way: page-locked, and as much on the GPU.
         shared: memory that both see: the parameters, fragments on their way in, encoded contributions on their way out.
         rounds: snapshots, held stripes, sums and merged stripes of the rounds in flight, at the largest fragment.
-        residual: error feedback, if on.
         checkpoints: on disk, the region's states and the learner's checkpoints.
         payloads: merged fragments kept on disk for regions that come back, at their largest number.
     """
@@ -292,14 +291,13 @@ class Storage:
     rooms: int
     shared: int
     rounds: int
-    residual: int
     checkpoints: int
     payloads: int
 
     @property
     def memory(self) -> int:
         """All that is in RAM, but for `base` and `rooms`."""
-        return self.daemon + self.copies + self.shared + self.rounds + self.residual
+        return self.daemon + self.copies + self.shared + self.rounds
 
     @property
     def disk(self) -> int:
@@ -323,7 +321,6 @@ def storage(workload: Workload) -> Storage:
         rooms=GPU_ROOMS * VALUE_BYTES * largest,
         shared=VALUE_BYTES * largest * slots + workload.total(settings.codec_up),
         rounds=min(settings.rounds_in_flight_max, len(workload.fragments)) * round_bytes,
-        residual=-(-4 * values // regions) if settings.error_feedback else 0,
         checkpoints=(STATES_KEPT * STATE_BYTES + LEARNER_CHECKPOINTS_KEPT * MOMENT_BYTES) * values,
         payloads=versions * workload.total(settings.codec_down),
     )

@@ -40,7 +40,6 @@ from diloco_node.storage.disk_id import DiskIdFile, set_aside
 from diloco_node.storage.durable import DamagedFile, disk_errors, make_folder, remove_temporaries
 from diloco_node.storage.ledger_files import LEDGER_END_NAME, VOTE_NAME, LedgerFile, VoteFile
 from diloco_node.storage.ledger_reader import LedgerReader, archive_path
-from diloco_node.storage.payload_files import PayloadDraft, SpareFiles
 
 STATES_KEPT: Final = 2
 """The newest states of a fragment that are never pruned: the last one and what it falls back to. The states that others
@@ -78,7 +77,6 @@ class RegionStore:
         self._lock = -1
         if not is_read_only:
             self._make()
-        self._spares = SpareFiles(self._payloads)
         self._disk_id = DiskIdFile(folder)
         self._vote = VoteFile(folder)
         self._ledger = LedgerFile(folder)
@@ -231,32 +229,6 @@ class RegionStore:
         path = self._payloads / tensor_files.payload_name(fragment, version, digest)
         tensor_files.write_payload(path, views, fragment=fragment, version=version, digest=digest)
 
-    def draft_payload(self, content_bytes: int) -> PayloadDraft:
-        """Begin a payload whose stripes come one after the other; `finish_payload` names it. See `content_offset`.
-
-        Raises StorageError: the disk refused.
-        """
-        return PayloadDraft(self._spares, tensor_files.HEADER_BYTES + content_bytes)
-
-    @staticmethod
-    def content_offset(offset: int) -> int:
-        """Where a byte of the content lies in the file of a draft."""
-        return tensor_files.HEADER_BYTES + offset
-
-    def finish_payload(
-        self, draft: PayloadDraft, fragment: int, version: int, digest: bytes, part_bytes: Sequence[int]
-    ) -> None:
-        """Make a draft, whose stripes are all written, the payload: durable when this returns.
-
-        Raises StorageError: the disk refused; the draft is still to be finished or discarded.
-        """
-        header = tensor_files.payload_header(part_bytes, fragment=fragment, version=version, digest=digest)
-        draft.finish(self._payloads / tensor_files.payload_name(fragment, version, digest), header)
-
-    def write_ahead(self, content_bytes: int) -> None:
-        """Have files ready that the next payloads of this size are written over. Raises StorageError."""
-        self._spares.write_ahead(tensor_files.HEADER_BYTES + content_bytes)
-
     def read_payload(self, fragment: int, version: int, digest: bytes) -> U8:
         """A payload, shape (encoded bytes,), uint8, owned by the caller, checked against its checksum and its name.
 
@@ -341,12 +313,10 @@ class RegionStore:
         surplus = [path for version, path in states[:-STATES_KEPT] if first <= version < keep_from_version]
         # An archive's folder has more and more names: it is not even listed.
         payloads = [] if self._is_archive else self._files(self._payloads, fragment)
+        surplus += [path for version, path in payloads if version < keep_from_version and version <= oldest_kept]
         with disk_errors("remove old files from", self.folder):
             for path in surplus:
                 path.unlink(missing_ok=True)
-            for version, path in payloads:
-                if version < keep_from_version and version <= oldest_kept:
-                    self._spares.give(path)
 
     # ---- reading and setting aside ----
 

@@ -85,16 +85,11 @@ def named_version(path: Path) -> tuple[int, int] | None:
 
 def write_payload(path: Path, stripes: Sequence[memoryview], *, fragment: int, version: int, digest: bytes) -> None:
     """Write a payload; durable when this returns. Raises StorageError; ValueError for more than PARTS_MAX parts."""
-    sizes = [len(stripe) for stripe in stripes]
-    replace_file(path, [payload_header(sizes, fragment=fragment, version=version, digest=digest), *stripes])
-
-
-def payload_header(part_bytes: Sequence[int], *, fragment: int, version: int, digest: bytes) -> bytes:
-    """The first HEADER_BYTES of a payload. Raises ValueError for more than PARTS_MAX parts."""
-    if len(part_bytes) > PARTS_MAX:
-        raise ValueError(f"a payload of {len(part_bytes)} stripes, at most {PARTS_MAX}")
-    header = TensorHeader("payload", fragment, version, digest, sum(part_bytes), b"", tuple(part_bytes))
-    return header.encode()
+    sizes = tuple(len(stripe) for stripe in stripes)
+    if len(sizes) > PARTS_MAX:
+        raise ValueError(f"a payload of {len(sizes)} stripes, at most {PARTS_MAX}")
+    header = TensorHeader("payload", fragment, version, digest, sum(sizes), b"", sizes)
+    replace_file(path, [header.encode(), *stripes])
 
 
 def write_state(path: Path, theta: F32, momentum: F32, *, fragment: int, version: int, digest: bytes) -> None:

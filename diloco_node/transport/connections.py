@@ -42,7 +42,7 @@ def target_connections(
     Args:
         rtt_min_ns: the link's least round trip; 0: not known yet.
         ceiling_bytes_per_s: the most that may go in either direction; None: no limit in one of them.
-        carried_bytes_per_s: what the link was last seen to deliver, in the busier direction.
+        delivered_bytes_per_s: what the link was last seen to deliver, in the busier direction.
         buffer_bytes: to which a socket's buffers may grow, the smaller of the two; at least 1.
         lost_ppm: of the bytes sent, those that were retransmitted; 0 where congestion control does not go by loss.
     """

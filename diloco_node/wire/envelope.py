@@ -322,8 +322,7 @@ def encode_joined() -> bytes:
 
 
 def check_joined(frame: bytes) -> None:
-    """Encode that the dialing side uses a further connection from now on. Raises ProtocolViolation: it says something
-    else."""
+    """Check that a frame is JOINED. Raises ProtocolViolation."""
     if frame != encode_joined():
         raise ProtocolViolation("a further bulk connection must begin with joined")
 

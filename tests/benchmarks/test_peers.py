@@ -9,9 +9,11 @@ from xml.etree import ElementTree
 
 import peers
 import peers_learner
+import peers_network
 import plots
 import pytest
-from peers import Arm, ArmEnded, Network
+from peers import Arm, ArmEnded
+from peers_network import LINKS, Network
 
 from diloco_node.config.units import parse_rate
 from diloco_node.lab.wan.namespaces import Place
@@ -37,9 +39,9 @@ def arm_with(folder: Path, *logs: list[dict[str, Any]]) -> Arm:
 
 
 @pytest.mark.parametrize("regions", [2, 4])
-@pytest.mark.parametrize("link", list(peers.LINKS)[1:])
+@pytest.mark.parametrize("link", list(LINKS)[1:])
 def test_each_link_is_a_topology_and_keeps_its_rates(link: str, regions: int) -> None:
-    topology = parse_topology(peers.topology(link, regions), name=link).first(regions)
+    topology = parse_topology(peers_network.topology(link, regions), name=link).first(regions)
     out, back = (topology.rate(*pair) for pair in (topology.names[:2], topology.names[1::-1]))
     assert out == back
     assert out == parse_rate({"1g": "1Gbit/s", "2g": "2Gbit/s", "lossy": "200Mbit/s", "home": "100Mbit/s"}[link])

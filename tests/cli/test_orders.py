@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.types import RunSettings
-from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
+from diloco_node.daemon.admin.admin_server import AdminServer
 from diloco_node.daemon.admin.members_document import MemberSigns, members_document
 from diloco_node.daemon.region_budget import changed_plan
 from diloco_node.daemon.settings_watch import settings_order
@@ -51,14 +52,14 @@ class Region:
         self._folder = folder
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
-        handlers = AdminHandlers(
+        handlers: Any = SimpleNamespace(
             status=lambda: self.status,
             snapshot=dict,
             not_ready_reason=str,
             finish=self.finished.append,
             drain=lambda: self.finished.append("drained"),
             set_budget=self._set,
-            measure=None,  # type: ignore[arg-type]
+            measure=None,
             expel=self._expel,
             revoke=self._revoke,
             lift_quarantine=self._lift,

@@ -51,34 +51,20 @@ def audit(
     *,
     seed: int,
     tails: float = 0.5,
-    scales: tuple[float, float] = (1.0, 1.0),
 ) -> dict[str, str]:
-    """Reduce as a reducer does, with the residual of a round before, and compare as a leader does.
-
-    Args:
-        scales: of the contributions' lengths in the round before and in this one.
-    """
+    """Reduce as a reducer does, and compare as a leader does."""
     rng = np.random.default_rng(seed)
     up, down = FragmentBlocks(PIECES, codec_up), FragmentBlocks(PIECES, codec_down)
     windows = draw_windows(audited(seed), STRIPES, piece_blocks())
-    residual = np.zeros(sum(PIECES), np.float32)
-    payloads = []
-    for scale in scales:
-        total, bodies = residual.copy(), []
-        for gradient, row in zip(contributions(rng, tails=tails), COEFFICIENTS, strict=True):
-            values = np.float32(scale) * gradient
-            body = np.empty(up.encoded_bytes, np.uint8)
-            kernels.encode(up, values, body)
-            kernels.accumulate(up, body, 0, up.block_count, np.array(row, np.float32), total)
-            bodies.append(body)
-        total = change(total)
-        payload = np.empty(down.encoded_bytes, np.uint8)
-        kernels.encode(down, total, payload)
-        residual = total
-        kernels.accumulate(down, payload, 0, down.block_count, np.full(3, -1.0, np.float32), residual)
-        payloads.append(payload)
-    results = [[project(down, slice_of(down, body, window), window) for window in windows] for body in payloads]
-    pairs = [(value, error_before + error) for (_, error_before), (value, error) in zip(*results, strict=True)]
+    total, bodies = np.zeros(sum(PIECES), np.float32), []
+    for gradient, row in zip(contributions(rng, tails=tails), COEFFICIENTS, strict=True):
+        body = np.empty(up.encoded_bytes, np.uint8)
+        kernels.encode(up, gradient, body)
+        kernels.accumulate(up, body, 0, up.block_count, np.array(row, np.float32), total)
+        bodies.append(body)
+    payload = np.empty(down.encoded_bytes, np.uint8)
+    kernels.encode(down, change(total), payload)
+    pairs = [project(down, slice_of(down, payload, window), window) for window in windows]
     rows = [[project(up, slice_of(up, body, window), window)[0] for window in windows] for body in bodies]
     sums, errors = (tuple(column) for column in zip(*pairs, strict=True))
     return wrong_reducers(windows, Projection(sums, errors), COEFFICIENTS, rows)
@@ -89,14 +75,6 @@ def test_an_honest_sum_passes_with_what_its_encoding_loses(codec: Codec) -> None
     for seed in range(12):
         for tails in (0.0, 2.0):
             assert audit(Codec.INT4, codec, lambda total: total, seed=seed, tails=tails) == {}
-
-
-@pytest.mark.parametrize("codec", list(Codec))
-@pytest.mark.parametrize("scale", [0.0, 1e-3])
-def test_a_sum_that_is_little_beside_what_the_last_one_lost_passes(codec: Codec, scale: float) -> None:
-    # Rows of an embedding whose tokens came in one round and not in the next.
-    for seed in range(12):
-        assert audit(Codec.INT4, codec, lambda total: total, seed=seed, scales=(1.0, scale)) == {}
 
 
 @pytest.mark.parametrize("codec", [Codec.INT8, Codec.BF16, Codec.FP32])

@@ -22,8 +22,9 @@ from diloco_node.daemon.final_model import LINGER_S
 from diloco_node.daemon.run_record import FINAL_NAME, set_final_aside
 from diloco_node.lab.demo.account_check import check_account
 from diloco_node.storage.trained import read_trained
+from tests.kit.memory_transport import MemoryTransport, Network
 from tests.kit.node_kit import MANIFEST, NO_BUDGET
-from tests.kit.node_world import SOME_IDENTITY, FakeLearner, MemoryTransport, Network, Region, VirtualLoop
+from tests.kit.node_world import SOME_IDENTITY, FakeLearner, Region, VirtualLoop
 
 MS = 1_000_000
 SHM = Path("/dev/shm")

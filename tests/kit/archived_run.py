@@ -9,8 +9,9 @@ from diloco_node.core.types import RunSettings
 from diloco_node.daemon import node as node_module
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.state_names import NODE_NAME
+from tests.kit.memory_transport import MemoryTransport, Network
 from tests.kit.node_kit import MANIFEST
-from tests.kit.node_world import SOME_IDENTITY, MemoryTransport, Network, Region, VirtualLoop
+from tests.kit.node_world import SOME_IDENTITY, Region, VirtualLoop
 
 NAMES = ("a", "b", "c")
 SETTINGS = RunSettings(

@@ -14,7 +14,6 @@ from diloco_node.core.events import ContributionStripeArrived, Event, Note, Offe
 from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.core.types import Ballot, Contribution, Entry, LedgerBase, RoundBody, Stripe
 from diloco_node.daemon.effects.disk_effects import DiskEffects
-from diloco_node.daemon.effects.drafts import Drafts
 from diloco_node.daemon.effects.effects import Effects
 from diloco_node.daemon.effects.fetch import Fetcher
 from diloco_node.daemon.effects.initial import InitialStates
@@ -131,7 +130,7 @@ class Bench:
         self.posted: list[Event] = []
         self.notes: list[Note] = []
         pool = InlineExecutor()
-        self.table, drafts = StripeTable(), Drafts(store, pool, self.tasks.spawn)
+        self.table = StripeTable()
         initial = InitialStates(len(MANIFEST.fragments), store)
         learner: Any = self.learner
         flaky: Any = self.store
@@ -143,7 +142,6 @@ class Bench:
             init=None,
             write_final_file=partial(write_final, folder),
             save_counter_file=partial(save_trained, folder),
-            drafts=drafts,
             fetcher=fetcher,
             initial=initial,
             disk=pool,
@@ -151,11 +149,9 @@ class Bench:
         self.stripe_effects = StripeEffects(
             **shared,
             region=region,
-            keeps_residual=SETTINGS.error_feedback,
             is_trimmed=False,
             learner=learner,
             table=self.table,
-            drafts=drafts,
             sending=Sending(self.transport, self.tasks.spawn),
             reject=self.transport.reject,
         )

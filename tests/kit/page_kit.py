@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
+from diloco_node.daemon.admin.admin_server import AdminServer
 from diloco_node.daemon.run_history import COLUMNS
 
 UNIX = 1_790_000_000.0
@@ -248,12 +249,12 @@ class ShownRun:
     def snapshot(self) -> dict[str, Any]:
         return snapshot(self.at, self.region, has_lost=self.has_lost)
 
-    def handlers(self) -> AdminHandlers:
+    def handlers(self) -> Any:
         async def measure(*_: Any) -> dict[str, Any]:
             await asyncio.sleep(0)
             return {}
 
-        return AdminHandlers(
+        return SimpleNamespace(
             status=self.status,
             snapshot=self.snapshot,
             not_ready_reason=lambda: "",

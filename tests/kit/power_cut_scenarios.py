@@ -2,9 +2,7 @@
 checked. See `tests.kit.power_cut`.
 """
 
-import errno
 import mmap
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,17 +10,12 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
-import pytest
 
 from diloco_node.codec.digest import payload_digest, stripe_digest
-from diloco_node.core.ledger.entries import ZERO_HASH, seal
-from diloco_node.core.types import NO_BASE, DiscardedBody, Entry, LeaderBody, LedgerBase, Recovered
 from diloco_node.daemon.final_model import write_final
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, recover_manifest, save_manifest
 from diloco_node.daemon.run_record import FINAL_NAME
-from diloco_node.errors import LedgerGone, StorageError
-from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME
-from diloco_node.storage.ledger_reader import read_whole_ledger
+from diloco_node.errors import StorageError
 from diloco_node.storage.new_folder import new_folder
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import (
@@ -36,8 +29,8 @@ from diloco_node.storage.trained import (
 )
 from tests.kit.node_kit import MANIFEST
 from tests.kit.power_cut import RecordedDisk
+from tests.kit.power_cut_logs import FRAGMENTS, DamagedLogScenario, GoneLogScenario, LogScenario, region_folder
 
-FRAGMENTS: Final = 2
 VALUES: Final = 1500
 """Of a fragment: a state takes three pages and a bit, a payload two."""
 
@@ -53,195 +46,6 @@ class Scenario(Protocol):
 
     def check(self, root: Path, note: Any) -> None:
         """Start from what a power cut left. Raises AssertionError, or whatever the code raises that must not."""
-
-
-def chain(count: int, *, term: int = 1, after: tuple[Entry, ...] = (), name: str = "a") -> tuple[Entry, ...]:
-    """`after`, and `count` entries more of about half a kilobyte: twelve of them take more than a page."""
-    entries = list(after)
-    for _ in range(count):
-        previous = entries[-1].hash if entries else ZERO_HASH
-        body = DiscardedBody(name, 1, 0, 0, 1 + len(entries), 1, f"{len(entries):03d} " * 100)
-        entries.append(seal(len(entries) + 1, term, previous, body))
-    return tuple(entries)
-
-
-def region_folder(root: Path) -> Path:
-    return root / "state" / "region"
-
-
-# ---- vote, ledger, and the folder's id -------------------------------------------------------------------------------
-
-Log = tuple[int, str, LedgerBase, tuple[Entry, ...]]
-
-
-@dataclass(frozen=True)
-class LogNote:
-    """What was answered last, what may be there instead, and the folder's id once it was told."""
-
-    told: Log = (0, "", NO_BASE, ())
-    maybe: tuple[Log, ...] = ()
-    disk: bytes = b""
-    lost_disk: bytes = b""
-
-
-def log_of(recovered: Recovered) -> Log:
-    return recovered.term, recovered.voted_for, recovered.base, recovered.entries
-
-
-class LogScenario:
-    """Votes, entries, truncations and sums, with restarts in between, in a folder that keeps everything."""
-
-    def run(self, root: Path, disk: RecordedDisk) -> None:
-        disk.note = LogNote()
-        entries = chain(16)
-        other = chain(4, term=3, after=entries[:14], name="b")
-        store = self._load(root, disk)
-        self._persist(disk, store, 1, "a", 0, entries[:12])
-        self._persist(disk, store, 1, "a", 0, entries[12:])
-        self._persist(disk, store, 2, "", 0, ())
-        self._persist(disk, store, 3, "b", 15, other[14:16])
-        base = LedgerBase(13, 1, entries[12].hash, bytes(5000))
-        self._persist(disk, store, 3, "b", 0, other[16:17], base)
-        self._persist(disk, store, 3, "b", 0, other[17:])
-        store.close()
-        store = self._load(root, disk)
-        self._persist(disk, store, 3, "b", 0, chain(12, term=3, after=other)[18:])
-        store.close()
-
-    def restart(self, root: Path, disk: RecordedDisk) -> None:
-        store = self._load(root, disk)
-        store.close()
-
-    def _load(self, root: Path, disk: RecordedDisk) -> RegionStore:
-        store = RegionStore(region_folder(root), is_archive=True)
-        recovered = store.load(FRAGMENTS)
-        note = disk.note
-        assert log_of(recovered) in (note.told, *note.maybe)
-        disk.note = LogNote(log_of(recovered), (), recovered.disk)
-        return store
-
-    def _persist(
-        self,
-        disk: RecordedDisk,
-        store: RegionStore,
-        term: int,
-        voted_for: str,
-        truncate_from: int,
-        entries: tuple[Entry, ...],
-        base: LedgerBase | None = None,
-    ) -> None:
-        before = disk.note.told
-        kept = before[3]
-        if truncate_from:
-            kept = kept[: truncate_from - 1 - before[2].index]
-        after_base = base or before[2]
-        new = (*kept[after_base.index - before[2].index :], *entries)
-        told = (term, voted_for, after_base, new)
-        disk.note = replace(disk.note, maybe=((term, voted_for, *before[2:]), told))
-        store.persist(term, voted_for, truncate_from, entries, base)
-        disk.note = replace(disk.note, told=told, maybe=())
-
-    def check(self, root: Path, note: LogNote) -> None:
-        store = RegionStore(region_folder(root))
-        try:
-            recovered = store.load(FRAGMENTS)
-            assert store.lost == ""
-            assert store.set_aside == []
-            assert log_of(recovered) in (note.told, *note.maybe)
-            assert not note.disk or recovered.disk == note.disk
-            base, entries = read_whole_ledger(region_folder(root), FRAGMENTS)
-            assert (base, entries[recovered.base.index :]) == (NO_BASE, recovered.entries)
-            last = recovered.entries[-1] if recovered.entries else recovered.base
-            more = seal(last.index + 1, 9, last.hash, LeaderBody("more"))
-            store.persist(9, "c", 0, (more,))
-        finally:
-            store.close()
-        store = RegionStore(region_folder(root))
-        try:
-            again = store.load(FRAGMENTS)
-            assert (again.disk, again.entries) == (recovered.disk, (*recovered.entries, more))
-        finally:
-            store.close()
-
-
-class DamagedLogScenario(LogScenario):
-    """A folder whose ledger is damaged begins again; its old id must never come back."""
-
-    def run(self, root: Path, disk: RecordedDisk) -> None:
-        store = RegionStore(region_folder(root))
-        old = store.load(FRAGMENTS).disk
-        entries = chain(14)
-        store.persist(1, "a", 0, entries[:12])
-        store.persist(1, "a", 0, entries[12:])
-        store.close()
-        path = region_folder(root) / LEDGER_NAME
-        data = path.read_bytes()
-        path.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
-        disk.settle()
-        disk.note = LogNote(lost_disk=old)
-        store = self._load(root, disk)
-        self._persist(disk, store, 2, "b", 0, ())
-        self._persist(disk, store, 2, "b", 0, chain(2, term=2))
-        store.close()
-
-    def restart(self, root: Path, disk: RecordedDisk) -> None:
-        if disk.note is not None:  # else it was killed before there was any damage
-            super().restart(root, disk)
-
-    def _load(self, root: Path, disk: RecordedDisk) -> RegionStore:
-        lost_disk = disk.note.lost_disk
-        store = super()._load(root, disk)
-        disk.note = replace(disk.note, lost_disk=lost_disk)
-        return store
-
-    def check(self, root: Path, note: LogNote) -> None:
-        store = RegionStore(region_folder(root))
-        recovered = store.load(FRAGMENTS)
-        store.close()
-        assert recovered.disk != note.lost_disk
-        assert log_of(recovered) in (note.told, *note.maybe)
-        if note.disk:
-            assert (store.lost, recovered.disk) == ("", note.disk)
-            super().check(root, note)
-
-
-class GoneLogScenario(LogScenario):
-    """A sync fails, and what was on the disk can't be read back: the id goes with it."""
-
-    def run(self, root: Path, disk: RecordedDisk) -> None:
-        disk.note = LogNote()
-        entries = chain(14)
-        store = self._load(root, disk)
-        self._persist(disk, store, 1, "a", 0, entries[:6])
-        end = (region_folder(root) / LEDGER_NAME).stat().st_size
-        self._persist(disk, store, 1, "a", 0, entries[6:12])
-        (region_folder(root) / LEDGER_END_NAME).unlink()
-        disk.settle()
-
-        def fail(_: int) -> None:
-            raise OSError(errno.EIO, "lost")
-
-        disk.note = replace(disk.note, maybe=((1, "a", NO_BASE, entries),))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "fdatasync", fail)
-            with pytest.raises(StorageError):
-                store.persist(1, "a", 0, entries[12:])
-        os.truncate(region_folder(root) / LEDGER_NAME, end)
-        with pytest.raises(LedgerGone):
-            store.persist(1, "a", 0, entries[12:])
-        disk.settle_file(region_folder(root) / LEDGER_NAME)
-        disk.note = replace(disk.note, lost_disk=disk.note.disk)
-        store.close()
-
-    def restart(self, root: Path, disk: RecordedDisk) -> None:
-        """Killed is not what this one is about."""
-
-    def check(self, root: Path, note: LogNote) -> None:
-        store = RegionStore(region_folder(root))
-        recovered = store.load(FRAGMENTS)
-        store.close()
-        if note.lost_disk:
-            assert recovered.disk != note.lost_disk
 
 
 # ---- payloads and states ---------------------------------------------------------------------------------------------
@@ -274,20 +78,19 @@ def state_digest_of(version: int) -> bytes:
 
 
 class FilesScenario:
-    """Payloads in one go and part by part, over spares of older ones; states; pruning and setting aside."""
+    """Payloads and states; pruning and setting aside."""
 
     def run(self, root: Path, disk: RecordedDisk) -> None:
         disk.note = FilesNote()
         store = RegionStore(region_folder(root))
         store.load(FRAGMENTS)
         for version in range(1, 4):
-            self._payload(disk, store, version, is_draft=version != 2)
+            self._payload(disk, store, version)
             self._state(disk, store, version)
-        store.write_ahead(4 * VALUES)
         disk.note = replace(disk.note, payloads=frozenset({3}), states=frozenset({2, 3}))
         store.prune(0, 3)
         for version in (4, 5):
-            self._payload(disk, store, version, is_draft=True)
+            self._payload(disk, store, version)
         store.close()
         store = self._load(root, disk)
         self._state(disk, store, 5)
@@ -308,15 +111,8 @@ class FilesScenario:
         disk.note = replace(disk.note, payloads=disk.note.payloads | told, states=states)
         return store
 
-    def _payload(self, disk: RecordedDisk, store: RegionStore, version: int, *, is_draft: bool) -> None:
-        digest, parts = digest_of(version), parts_of(version)
-        if is_draft:
-            draft = store.draft_payload(sum(map(len, parts)))
-            for at, part in ((len(parts[0]), parts[1]), (0, parts[0])):
-                draft.write(store.content_offset(at), memoryview(part))
-            store.finish_payload(draft, 0, version, digest, [len(part) for part in parts])
-        else:
-            store.store_payload(0, version, digest, parts)
+    def _payload(self, disk: RecordedDisk, store: RegionStore, version: int) -> None:
+        store.store_payload(0, version, digest_of(version), parts_of(version))
         disk.note = replace(disk.note, payloads=disk.note.payloads | {version})
 
     def _state(self, disk: RecordedDisk, store: RegionStore, version: int) -> None:

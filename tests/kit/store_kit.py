@@ -8,6 +8,7 @@ from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.types import Entry, LeaderBody, LedgerBase, Recovered
 from diloco_node.storage.store import RegionStore
+from diloco_node.storage.tensor_files import named_version
 
 FRAGMENTS = 2
 DIGEST = bytes(range(32))
@@ -52,3 +53,8 @@ def refusing(code: int) -> Callable[..., int]:
         raise OSError(code, os.strerror(code))
 
     return call
+
+
+def payload_versions(store: RegionStore, fragment: int) -> list[int]:
+    places = (named_version(path) for path in sorted((store.folder / "payloads").glob("f*.bin")))
+    return [place[1] for place in places if place is not None and place[0] == fragment]

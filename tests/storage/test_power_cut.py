@@ -15,11 +15,6 @@ from tests.kit.power_cut_scenarios import SCENARIOS
 SAMPLES = 6
 """Random crash states at each moment."""
 
-UNNEEDED = {
-    "storage/payload_files.py:write": "spreads a payload's bytes over the round; `finish` makes them durable",
-    "storage/payload_files.py:_fill": "a spare has no promised content: its blocks are to be on the disk beforehand",
-}
-"""Syncs that no promise needs, and what they are for."""
 
 MEASURED = {"cli/doctor/machine_facts.py:fsync_seconds"}
 """Syncs whose time is asked for and whose bytes are thrown away: no promise is made of them."""
@@ -117,15 +112,10 @@ def place(site: Site) -> str:
 
 @pytest.mark.parametrize(
     "site",
-    [
-        # In vain each way is tried, for seven seconds.
-        pytest.param(site, marks=pytest.mark.seeds if place(site) in UNNEEDED else (), id=str(site))
-        for site in sync_sites()
-        if place(site) not in MEASURED
-    ],
+    [pytest.param(site, id=str(site)) for site in sync_sites() if place(site) not in MEASURED],
 )
 def test_each_sync_is_needed(site: Site) -> None:
-    """Without it some crash state breaks a promise; or its reason stands in UNNEEDED."""
+    """Without it some crash state breaks a promise."""
     tried, found = 0, ""
     for name, breach in findings(site):
         tried += 1
@@ -133,11 +123,8 @@ def test_each_sync_is_needed(site: Site) -> None:
             found = f"{name}: {breach}"
             break
     assert tried, f"no scenario reaches {site}: add what it is for to tests/kit/power_cut_scenarios.py"
-    if place(site) in UNNEEDED:
-        assert not found, f"{site} is needed, so it is not to be in UNNEEDED: {found}"
-    else:
-        assert found, f"{site} is not needed in any of {tried} runs: take it away"
+    assert found, f"{site} is not needed in any of {tried} runs: take it away"
 
 
 def test_every_exception_is_a_sync_that_there_is() -> None:
-    assert set(UNNEEDED) | MEASURED <= {place(site) for site in sync_sites()}
+    assert {place(site) for site in sync_sites()} >= MEASURED

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from diloco_node.daemon.final_model import write_final
 from diloco_node.errors import LedgerGone, LedgerLost, StorageError
 from diloco_node.state_names import LEDGER_NAME
 from diloco_node.storage import durable, ledger_files
@@ -259,3 +260,15 @@ def test_replacing_a_file_keeps_the_old_one_when_it_fails(tmp_path: Path, monkey
     with pytest.raises(StorageError):
         durable.replace_file(path, [b"new"])
     assert path.read_bytes() == b"old"
+
+
+def test_a_disk_that_becomes_read_only_refuses_in_our_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel remounts a disk that fails: writes are refused, and so is the removal of what they left."""
+    for name in ("writev", "fsync"):
+        monkeypatch.setattr(os, name, refusing(errno.EROFS))
+    for name in ("unlink", "rename", "replace"):
+        monkeypatch.setattr(Path, name, refusing(errno.EROFS))
+    with pytest.raises(StorageError, match="read-only"):
+        durable.replace_file(tmp_path / "y", [b"y"])
+    with pytest.raises(StorageError, match="Read-only"):
+        write_final(tmp_path, {"a": np.zeros(3, np.float32)})

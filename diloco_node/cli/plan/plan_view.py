@@ -219,7 +219,6 @@ def _storage_table(plan: Plan, width: int | None) -> list[str]:
         "rooms": "more in a learner on a GPU: page-locked, and as much on the GPU",
         "shared": "between the two: parameters, fragments in, encoded contributions out",
         "rounds": "in flight: snapshots, stripes, sums, payloads",
-        "residual": "error feedback",
         "checkpoints": "two states, and two of the learner's optimizer",
         "payloads": "at most, for regions that come back",
     }
@@ -233,7 +232,7 @@ def _storage_table(plan: Plan, width: int | None) -> list[str]:
 
 def _storage_parts(plan: Plan) -> Sequence[tuple[str, int]]:
     sizes = plan.storage
-    names = ("daemon", "shared", "rounds", *(["residual"] if sizes.residual else []), "copies", "base", "rooms")
+    names = ("daemon", "shared", "rounds", "copies", "base", "rooms")
     items = [(name, getattr(sizes, name)) for name in names]
     return [*items, ("checkpoints", sizes.checkpoints), ("payloads", sizes.payloads)]
 

@@ -110,23 +110,13 @@ def is_same_norm(first: float, second: float) -> bool:
     return abs(first - second) <= NORM_TOLERANCE * max(first, second) + NORM_FLOOR
 
 
-def length_limits(
-    radii: Sequence[float], settings: RunSettings, recent: RecentRounds, *, stripes: int = 1
-) -> tuple[float, ...]:
+def length_limits(radii: Sequence[float], settings: RunSettings) -> tuple[float, ...]:
     """Return per piece the largest squared norm that a decoded sum can have.
 
-    Args:
-        radii: per piece, sum of the weighted lengths of what is summed.
-        recent: with error feedback, what the encoding of the last payload lost is added to this one.
-        stripes: of the payload, each with a residual of its own; 1 for a single stripe.
+    radii: per piece, sum of the weighted lengths of what is summed.
     """
-    rounding = ROUNDING[settings.codec_down]
     stretch = TRIMMED_STRETCH if settings.merge is MergeRule.TRIMMED else 1.0
-    sums = recent.sums if settings.error_feedback and recent.sums else (0.0,) * len(radii)
-    lengths = (
-        (1.0 + rounding) * (stretch * radius + rounding * sqrt(stripes) * before)
-        for radius, before in zip(radii, sums, strict=True)
-    )
+    lengths = ((1.0 + ROUNDING[settings.codec_down]) * stretch * radius for radius in radii)
     return tuple((1.0 + LENGTH_ERROR) * length * length + weighing.NORM_MIN**2 for length in lengths)
 
 

@@ -89,10 +89,6 @@ class ReachableVersions:
             for fragment, on_disk in enumerate(states)
         ]
 
-    def has(self, past: PastVersion) -> bool:
-        """Whether all fragments can be computed."""
-        return not self.lack(past)
-
     def lack(self, past: PastVersion) -> str:
         """The first thing that is missing for a version, in words; empty if nothing is."""
         for fragment, version in enumerate(past.versions):

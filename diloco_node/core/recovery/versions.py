@@ -284,11 +284,6 @@ class Versions:
             return newest >= body.version or (is_here and not self.payload_fault(body))
         return True
 
-    def committed_digest(self, fragment: int, version: int) -> bytes:
-        """Return the digest of a version's payload; empty if it is summed up, or there is none."""
-        body = self._rounds[fragment].get(version)
-        return body.payload_digest if body else b""
-
     def has_stored(self, fragment: int, version: int, digest: bytes) -> bool:
         """Whether this very payload is on disk, and of use with what else is there."""
         return fragment not in self._healing and (fragment, version, digest) in self._payloads

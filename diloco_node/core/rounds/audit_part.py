@@ -8,7 +8,6 @@ told. No leader is refused for it: on starved machines all would be.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Final
 
 from diloco_node.core.merge.freivalds import draw_windows
@@ -28,15 +27,9 @@ LAPSES_TOLD: Final = 3
 
 
 class AuditPart:
-    """This region's part in audits. rounds: per fragment, as this region follows them.
+    """This region's part in audits. rounds: per fragment, as this region follows them."""
 
-    committed_digest: of the payload of a fragment and version; empty if it is not known here.
-    """
-
-    def __init__(
-        self, context: RoundContext, rounds: list[FollowedRound], committed_digest: Callable[[int, int], bytes]
-    ) -> None:
-        self._committed_digest = committed_digest
+    def __init__(self, context: RoundContext, rounds: list[FollowedRound]) -> None:
         self._region, self._context, self._effects = context.region, context, context.effects
         self._secret, self._is_on = context.secret, context.settings.merge is not MergeRule.TRIMMED
         self._rounds, self._lapses, self._retreats = rounds, _Lapses(), _Lapses()
@@ -56,8 +49,7 @@ class AuditPart:
             ballot.has_row_order |= own is not None
             ballot.has_payload_order |= is_payload_due
             stripes, fragment = announcement.stripes if is_payload_due else (), announcement.fragment
-            before = self._committed_digest(fragment, round_.version - 1)
-            self._effects.emit(Project(ballot.number, fragment, round_.version, windows, stripes, own, before))
+            self._effects.emit(Project(ballot.number, fragment, round_.version, windows, stripes, own))
 
     def take(self, peer: str, message: AuditDrawn) -> None:
         """Take a nonce of the drawer's, or those of the leader's draw; a repeated draw asks for the row again."""

@@ -271,7 +271,7 @@ class EntryCheck:
             version=body.version,
             is_last=body.is_last,
         )
-        limits = length_limits(numbers.radii(), settings, recent, stripes=len(body.stripes))
+        limits = length_limits(numbers.radii(), settings)
         for piece, (square, limit) in enumerate(zip(body.squared_norms, limits, strict=True)):
             if square > limit:
                 return (

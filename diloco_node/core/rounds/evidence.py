@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from diloco_node.core.merge.numbers import is_same_norm, length_limits, stripe_radii
-from diloco_node.core.merge.outliers import RecentRounds
 from diloco_node.core.rounds.open_round import OpenRound, QuestionedBallot
 from diloco_node.core.rounds.suspicion import BallotPart, Blame
 from diloco_node.core.types import RunSettings
@@ -159,7 +158,6 @@ def blame_sums(
     round_: OpenRound,
     stripes: Mapping[int, tuple[bytes, tuple[float, ...]]],
     settings: RunSettings,
-    recent: RecentRounds,
 ) -> tuple[Blame, ...]:
     """Blame reducers whose merged stripe can't be the sum: it is too long, or has other norms than they report.
 
@@ -174,7 +172,7 @@ def blame_sums(
             continue
         round_.checked.add(index)
         radii = stripe_radii(round_.decision.coefficients, report.contribution_norms)
-        limits = length_limits(radii, settings, recent)
+        limits = length_limits(radii, settings)
         for piece, (square, claim, limit) in enumerate(zip(norms, report.squared_norms, limits, strict=True)):
             place = f"its merged stripe {digest.hex()[:16]} has the squared norm {square:.6g} in piece {piece}"
             if not is_same_norm(square, claim):

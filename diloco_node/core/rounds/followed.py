@@ -121,11 +121,6 @@ class FollowedBallot:
             reduction.digest,
         )
 
-    def reduced_blocks(self) -> dict[int, Block]:
-        """Return the blocks of the stripes that were reduced here, by stripe."""
-        stripes = self.announcement.stripes
-        return {index: (stripes[index].block_start, stripes[index].block_stop) for index in self.reductions}
-
 
 @dataclass(slots=True)
 class FollowedRound:
@@ -137,7 +132,6 @@ class FollowedRound:
         requested_base: the base against which a snapshot was requested; None while none is being taken.
         arrivals: contributions and block ranges in this region's memory, in the order of arrival, each with its
             version.
-        residual: (version, ballot, blocks) of the residual that the last committed ballot left here.
     """
 
     version: int = -1
@@ -146,7 +140,6 @@ class FollowedRound:
     sent_name: Name | None = None
     requested_base: int | None = None
     arrivals: dict[tuple[Name, Block], int] = field(default_factory=dict)
-    residual: tuple[int, Ballot, dict[int, Block]] | None = None
 
     def entry_fault(
         self, body: RoundBody, coefficients: tuple[tuple[float, ...], ...], windows: tuple[Window, ...]
@@ -190,13 +183,6 @@ class FollowedRound:
         """Return each member's newest complete contribution, sorted. A learner that died leaves older ones behind."""
         whole = sorted({name for name, _ in self.arrivals if self.has_all(ballot, name, region)})
         return list({name[0]: name for name in whole if name[0] in ballot.announcement.members}.values())
-
-    def residual_of(self, stripe: int, blocks: Block) -> Ballot | None:
-        """The ballot that committed the version before, if it has left a residual over the same blocks here."""
-        if self.residual is None:
-            return None
-        version, ballot, ranges = self.residual
-        return ballot if version == self.version - 1 and ranges.get(stripe) == blocks else None
 
 
 class EarlyArrivals:

@@ -61,7 +61,7 @@ class Judge:
     ) -> str:
         """Blame reducers whose merged stripes (`blame_sums`) can't be the sum. Return why, in words; empty
         if all can."""
-        blames = blame_sums(round_, stripes, self._history.settings, self._history.recent[round_.fragment])
+        blames = blame_sums(round_, stripes, self._history.settings)
         self.blame_all(round_, blames, now_ns=now_ns)
         return _listed(blames)
 

@@ -56,7 +56,7 @@ class RoundParticipant:
         self._blocks = [block_count(fragment) for fragment in context.fragments]
         # Per fragment the round that is followed. The number of its ballot never goes back.
         self.rounds = [FollowedRound() for _ in context.fragments]
-        self.audits = AuditPart(context, self.rounds, versions.committed_digest)
+        self.audits = AuditPart(context, self.rounds)
         self._early = EarlyArrivals()
         # Per fragment the committed rounds that are not applied here: their bytes are still of use.
         self._to_apply: list[list[RoundBody]] = [[] for _ in context.fragments]
@@ -370,7 +370,6 @@ class RoundParticipant:
                     block_stop=stripe.block_stop,
                     contributions=tuple(decision.contributions[place] for place in order),
                     coefficients=tuple(decision.coefficients[place] for place in order),
-                    residual_of=round_.residual_of(index, blocks) if self._history.settings.error_feedback else None,
                 )
             )
 
@@ -455,20 +454,14 @@ class RoundParticipant:
 
     def _close(self, round_: FollowedRound, body: RoundBody) -> None:
         ballot = round_.ballot
-        round_.residual = None
         is_followed = ballot is not None and round_.version == body.version
-        if is_followed and ballot is not None:
-            if ballot.number != body.ballot:
-                self._effects.emit(CloseBallot(ballot.number, body.fragment, body.version, committed=False))
-            elif ballot.reductions:
-                round_.residual = (body.version, body.ballot, ballot.reduced_blocks())
+        if is_followed and ballot is not None and ballot.number != body.ballot:
+            self._effects.emit(CloseBallot(ballot.number, body.fragment, body.version, committed=False))
         if is_followed or round_.arrivals or self._early.has_any:
             self._effects.emit(CloseBallot(body.ballot, body.fragment, body.version, committed=True))
 
     def _free_late(self, ballot: Ballot, fragment: int, version: int) -> None:
         """Free late bytes of a finished round, unless this region has yet to apply it: then `on_apply` closes the
         round."""
-        residual = self.rounds[fragment].residual
-        is_kept = residual is not None and residual[1] == ballot
-        if version <= self._versions.applied[fragment] and not is_kept:
+        if version <= self._versions.applied[fragment]:
             self._effects.emit(CloseBallot(ballot, fragment, version, committed=False))

@@ -14,11 +14,10 @@ import json
 import re
 import secrets
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -30,6 +29,9 @@ from diloco_node.errors import BindError, ConfigError, DilocoError
 from diloco_node.escaping import escaped, escaped_document
 from diloco_node.state_names import ADMIN_SOCKET_NAME, ADMIN_TOKEN_NAME
 from diloco_node.unix_sockets import socket_path
+
+if TYPE_CHECKING:  # whose port this is
+    from diloco_node.daemon.daemon import Daemon
 
 BODY_BYTES_MAX: Final = 64 * 1024
 FINISH_REASON: Final = "asked by the operator"
@@ -48,60 +50,22 @@ LOOPBACK_ONLY: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class AdminHandlers:
-    """The daemon's side of the admin port. All are called on the event loop, and all but `measure` return at once.
-
-    Those that change something raise ConfigError: why that can't be.
-
-    Attributes:
-        snapshot: what the page begins with: the status, the history, and the settings with their origins.
-        not_ready_reason: "" when the region trains (or has finished), else why not.
-        finish: ask the run to end after one last round per fragment; the argument is the reason.
-        set_budget: change the bandwidth budget (`changed_plan`); returns the new one.
-        measure: carry out a measurement (`MeasureCommand`); calls its second argument with what goes on, the third with
-            the document so far; returns the document. Cancelled when the caller goes away. Raises DilocoError.
-        revoke: a region's certificate, as PEM ("": the one that it uses); the beginning of its fingerprint.
-        change_members, change_settings: by `member_order` and `settings_order`; each setting in words.
-        lift_quarantine: readmit a peer, or end its quarantine and forget its strikes; whether there was anything.
-        drain: stop this region in order, as before its machine is taken away.
-        start_learner: start a learner that was stopped or waits; which of both it was.
-    """
-
-    status: Callable[[], Mapping[str, Any]]
-    snapshot: Callable[[], Mapping[str, Any]]
-    not_ready_reason: Callable[[], str]
-    finish: Callable[[str], None]
-    drain: Callable[[], None]
-    set_budget: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    measure: Callable[
-        [Mapping[str, Any], Callable[[str], None], Callable[[dict[str, Any]], None]],
-        Coroutine[Any, Any, Mapping[str, Any]],
-    ]
-    expel: Callable[[str], None]
-    revoke: Callable[[str, str], str]
-    change_members: Callable[[Mapping[str, Any]], None]
-    change_settings: Callable[[Mapping[str, Any]], list[str]]
-    lift_quarantine: Callable[[str], bool]
-    start_learner: Callable[[], str]
-
-
 class AdminServer:
-    """Serves AdminHandlers on 127.0.0.1 and on the Unix socket.
+    """Serves the daemon on 127.0.0.1 and on the Unix socket. Its methods return at once, all but `measure`.
 
     port: on loopback; 0: a free one. host: another address to bind as well, at the same port; none when 127.0.0.1.
     """
 
     def __init__(
         self,
-        handlers: AdminHandlers,
+        daemon: Daemon,
         registry: CollectorRegistry,
         *,
         port: int,
         state_dir: Path,
         host: str = LOOPBACK,
     ) -> None:
-        self._handlers = handlers
+        self._daemon = daemon
         self._registry = registry
         self._host = host
         self.port = port
@@ -177,7 +141,7 @@ class AdminServer:
         return web.Response(text="ok\n")
 
     async def _readyz(self, request: web.Request) -> web.Response:
-        reason = self._handlers.not_ready_reason()
+        reason = self._daemon.not_ready_reason()
         if reason:
             return web.Response(status=503, text=f"not ready: {reason}\n")
         return web.Response(text="ok\n")
@@ -186,55 +150,55 @@ class AdminServer:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _status(self, request: web.Request) -> web.Response:
-        return web.json_response(dict(self._handlers.status()))
+        return web.json_response(dict(self._daemon.status()))
 
     async def _snapshot(self, request: web.Request) -> web.Response:
-        return web.json_response(dict(self._handlers.snapshot()))
+        return web.json_response(dict(self._daemon.snapshot()))
 
     async def _region_snapshot(self) -> dict[str, Any]:
-        return {"regions": [dict(self._handlers.snapshot())]}
+        return {"regions": [dict(self._daemon.snapshot())]}
 
     async def _region_status(self) -> dict[str, Any]:
-        return {"regions": [dict(self._handlers.status())]}
+        return {"regions": [dict(self._daemon.status())]}
 
     async def _finish(self, request: web.Request) -> web.Response:
         document = await _document(request) if request.can_read_body else {}
         reason = document.get("reason", FINISH_REASON)
         if not isinstance(reason, str) or not 0 < len(escaped(reason).encode()) <= FINISH_REASON_BYTES_MAX:
             raise ConfigError(f"reason must be a text of 1 to {FINISH_REASON_BYTES_MAX} bytes")
-        self._handlers.finish(escaped(reason))
+        self._daemon.finish(escaped(reason))
         return web.json_response({"accepted": True}, status=202)
 
     async def _drain(self, _: web.Request) -> web.Response:
-        self._handlers.drain()
+        self._daemon.drain()
         return web.json_response({"accepted": True}, status=202)
 
     async def _set_budget(self, request: web.Request) -> web.Response:
         document = await _order(request)
-        return web.json_response({"budget": dict(self._handlers.set_budget(document))})
+        return web.json_response({"budget": dict(self._daemon.set_budget(document))})
 
     async def _expel(self, request: web.Request) -> web.Response:
-        self._handlers.expel(await _peer(request))
+        self._daemon.expel(await _peer(request))
         return web.json_response({"accepted": True}, status=202)
 
     async def _revoke(self, request: web.Request) -> web.Response:
         region, pem = await _peer(request), (await _document(request)).get("certificate", "")
         if not isinstance(pem, str):
             raise ConfigError("the certificate must be a text in PEM form")
-        return web.json_response({"revokes": self._handlers.revoke(region, pem)}, status=202)
+        return web.json_response({"revokes": self._daemon.revoke(region, pem)}, status=202)
 
     async def _change_members(self, request: web.Request) -> web.Response:
-        self._handlers.change_members(await _order(request))
+        self._daemon.change_members(await _order(request))
         return web.json_response({"accepted": True}, status=202)
 
     async def _change_settings(self, request: web.Request) -> web.Response:
-        return web.json_response({"changes": self._handlers.change_settings(await _order(request))}, status=202)
+        return web.json_response({"changes": self._daemon.change_settings(await _order(request))}, status=202)
 
     async def _lift_quarantine(self, request: web.Request) -> web.Response:
-        return web.json_response({"lifted": self._handlers.lift_quarantine(await _peer(request))})
+        return web.json_response({"lifted": self._daemon.lift_quarantine(await _peer(request))})
 
     async def _start_learner(self, request: web.Request) -> web.Response:
-        return web.json_response({"was": self._handlers.start_learner()}, status=202)
+        return web.json_response({"was": self._daemon.start_learner()}, status=202)
 
     async def _measure(self, request: web.Request) -> web.StreamResponse:
         """Lines of JSON while it lasts: {"now": ...} at least every second, {"so_far": ...} when there is more of the
@@ -244,7 +208,7 @@ class AdminServer:
         await answer.prepare(request)
         now, so_far = [""], deque[dict[str, Any]](maxlen=1)
         measuring = asyncio.ensure_future(
-            self._handlers.measure(document, lambda text: now.__setitem__(0, text), so_far.append)
+            self._daemon.measure(document, lambda text: now.__setitem__(0, text), so_far.append)
         )
         try:
             while not (await asyncio.wait([measuring], timeout=PROGRESS_S))[0]:

@@ -13,7 +13,6 @@ from typing import Final, TypeVar
 
 from diloco_node.codec.digest import payload_digest
 from diloco_node.core import events as ev
-from diloco_node.daemon.effects.drafts import Drafts
 from diloco_node.daemon.effects.fetch import Fetcher
 from diloco_node.daemon.effects.initial import InitialStates
 from diloco_node.daemon.effects.initial_files import read_initial
@@ -48,7 +47,6 @@ class DiskEffects(EffectContext):
     init: str | None
     write_final_file: Callable[[dict[str, F32]], None]
     save_counter_file: Callable[[int, mmap.mmap], object]
-    drafts: Drafts
     fetcher: Fetcher
     initial: InitialStates
     disk: Executor
@@ -86,10 +84,9 @@ class DiskEffects(EffectContext):
             self.note(ev.Note("corrupt", text, fragment, version, is_alarm=True))
             self.post(ev.PayloadNotStored(order.ballot, fragment, version))
             return
-        if not await self.drafts.finish(order.ballot, fragment, version, digest, stripes):
-            chunks = [stripe.encoded for stripe in stripes]
-            write = partial(self.store.store_payload, fragment, version, digest, chunks)
-            await self._until_written(f"payload {fragment}.{version}", self.files, write)
+        chunks = [stripe.encoded for stripe in stripes]
+        write = partial(self.store.store_payload, fragment, version, digest, chunks)
+        await self._until_written(f"payload {fragment}.{version}", self.files, write)
         self.fetcher.drop_fetch(fragment, version)
         self.post(ev.PayloadStored(fragment, version, digest))
 

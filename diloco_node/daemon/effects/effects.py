@@ -24,7 +24,6 @@ from diloco_node.core.messages import (
 from diloco_node.core.projections import Project, ProjectContributions
 from diloco_node.core.types import MergeRule, RunSettings
 from diloco_node.daemon.effects.disk_effects import DiskEffects
-from diloco_node.daemon.effects.drafts import Drafts
 from diloco_node.daemon.effects.fetch import Fetcher
 from diloco_node.daemon.effects.initial import InitialStates
 from diloco_node.daemon.effects.open_stripes import StripeTable
@@ -169,7 +168,7 @@ def build_effects(
     """
     context: dict[str, Any] = {"parameters": parameters, "store": store, "pool": threads.pool, "files": threads.files}
     context |= {"post": post, "note": note, "spawn": spawn}
-    table, drafts = StripeTable(), Drafts(store, threads.files, spawn)
+    table = StripeTable()
     initial = InitialStates(len(parameters.manifest.fragments), store)
     fetcher = Fetcher(**context, transport=transport, initial=initial)
     disk = DiskEffects(
@@ -177,7 +176,6 @@ def build_effects(
         init=init,
         write_final_file=write_final_file,
         save_counter_file=save_counter_file,
-        drafts=drafts,
         fetcher=fetcher,
         initial=initial,
         disk=threads.disk,
@@ -185,11 +183,9 @@ def build_effects(
     stripes = StripeEffects(
         **context,
         region=region,
-        keeps_residual=settings.error_feedback,
         is_trimmed=settings.merge is MergeRule.TRIMMED,
         learner=learner,
         table=table,
-        drafts=drafts,
         sending=Sending(transport, spawn),
         reject=transport.reject,
     )

@@ -52,13 +52,11 @@ class OpenRoundBytes:
         contributions: encoded stripes by their key; kept from ballot to ballot.
         merged: merged stripes by (ballot, stripe index, sender): which sender is right, the ballot says.
         layouts: by ballot, how its stripes are cut and who reduces them, as far as that is known in the shell.
-        residuals: by ballot and stripe, what the encoding of a merged stripe reduced here lost.
     """
 
     contributions: dict[ContributionKey, U8] = field(default_factory=dict)
     merged: dict[tuple[Ballot, int, str], MergedPart] = field(default_factory=dict)
     layouts: dict[Ballot, tuple[Stripe, ...]] = field(default_factory=dict)
-    residuals: dict[tuple[Ballot, int], F32] = field(default_factory=dict)
 
 
 _NOTHING: Final = OpenRoundBytes()
@@ -75,7 +73,6 @@ class StripeTable:
 
     def __init__(self) -> None:
         self._rounds: dict[tuple[int, int], OpenRoundBytes] = {}
-        self._residuals: dict[tuple[int, Ballot, int], F32] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -143,10 +140,6 @@ class StripeTable:
             del table[old]
         return True
 
-    def keep_residual(self, ballot: Ballot, stripe: int, fragment: int, version: int, residual: F32) -> None:
-        """Keep what the encoding of a stripe reduced here lost, until the ballot is closed."""
-        self._open(fragment, version).residuals[ballot, stripe] = residual
-
     def contribution(self, version: int, contribution: Contribution, block_start: int, block_stop: int) -> U8 | None:
         """A stripe of a contribution, whichever ballot brought it; None if it is not here."""
         return self._find(contribution.fragment, version).contributions.get(_key(contribution, block_start, block_stop))
@@ -163,24 +156,15 @@ class StripeTable:
         entries = (table.get((ballot, index, stripe.reducer)) for index, stripe in enumerate(stripes))
         return [entry for entry in entries if entry is not None]
 
-    def residual(self, fragment: int, ballot: Ballot | None, stripe: int) -> F32 | None:
-        """The residual that a committed ballot left for a stripe, if it is to be added."""
-        return None if ballot is None else self._residuals.get((fragment, ballot, stripe))
-
     def close(self, ballot: Ballot, fragment: int, version: int, *, is_committed: bool) -> None:
-        """Forget a ballot. When it committed, the whole round goes and its residual stays for the next one."""
+        """Forget a ballot. When it committed, the whole round goes."""
         round_ = self._rounds.get((fragment, version))
         if round_ is None:
             return
-        residuals = {key: round_.residuals.pop(key) for key in list(round_.residuals) if key[0] == ballot}
         round_.layouts.pop(ballot, None)
         for key in [key for key in round_.merged if key[0] == ballot]:
             del round_.merged[key]
         if is_committed:
-            for old in [key for key in self._residuals if key[0] == fragment]:
-                del self._residuals[old]
-            for (_, stripe), residual in residuals.items():
-                self._residuals[fragment, ballot, stripe] = residual
             self.forget(fragment, version)
 
     def forget(self, fragment: int, version: int) -> None:
@@ -245,20 +229,16 @@ def reduce_stripe(
     blocks_up: FragmentBlocks,
     blocks_down: FragmentBlocks,
     *,
-    residual_before: F32 | None,
-    keeps_residual: bool,
     is_trimmed: bool = False,
-) -> tuple[ReductionDone, U8, F32 | None]:
+) -> tuple[ReductionDone, U8]:
     """Decode in the given order, sum with the leader's coefficients, encode. Runs in a thread.
 
     Args:
         bodies: the encoded stripes, in the order of `order.contributions`.
         blocks_up: layout of contributions. blocks_down: layout of the merged stripe.
-        residual_before: shape (values of the range,), float32, added before encoding.
-        keeps_residual: whether to work out what the encoding loses. is_trimmed: sum by `add_trimmed`.
+        is_trimmed: sum by `add_trimmed`.
 
-    Returns: the core's event; the encoded stripe, shape (bytes,), uint8; sum minus decoded sum, shape (values,),
-    float32.
+    Returns: the core's event; the encoded stripe, shape (bytes,), uint8.
 
     Raises PayloadCorrupt: a part has the wrong size, or does not decode to finite values.
     """
@@ -280,15 +260,8 @@ def reduce_stripe(
             norms.append(tuple(float(value) for value in squares))
         if is_trimmed:
             add_trimmed([row for row, parts in zip(rows, order.coefficients, strict=True) if any(parts)], total)
-        if residual_before is not None and residual_before.shape == total.shape:
-            np.add(total, residual_before, out=total)
         merged_body = np.empty(blocks_down.span_bytes(start, stop), np.uint8)
         squares = kernels.encode(blocks_down, total, merged_body, start, stop)
-        residual = None
-        if keeps_residual:
-            residual = total.copy()
-            minus_one = np.full(blocks_down.pieces, -1.0, np.float32)
-            kernels.accumulate(blocks_down, merged_body, start, stop, minus_one, residual)
         reduction = ReductionDone(
             order.ballot,
             order.stripe,
@@ -296,7 +269,7 @@ def reduce_stripe(
             contribution_norms=tuple(norms),
             digest=stripe_digest(merged_body),
         )
-        return reduction, merged_body, residual
+        return reduction, merged_body
 
 
 def add_trimmed(rows: list[F32], total: F32) -> None:

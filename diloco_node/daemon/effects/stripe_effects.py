@@ -8,7 +8,6 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import Final
 
 from diloco_node.codec.blocks import FragmentBlocks
@@ -25,7 +24,6 @@ from diloco_node.core.projections import (
     Window,
 )
 from diloco_node.core.types import Stripe
-from diloco_node.daemon.effects.drafts import Drafts
 from diloco_node.daemon.effects.open_stripes import (
     MergedPart,
     StripeTable,
@@ -37,7 +35,7 @@ from diloco_node.daemon.effects.open_stripes import (
 from diloco_node.daemon.effects.sending import EffectContext, Sending
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.work import beside_loop, in_thread
-from diloco_node.errors import PayloadCorrupt, PeerError, StorageError
+from diloco_node.errors import PayloadCorrupt, PeerError
 from diloco_node.numeric import U8
 
 REDUCTIONS_MAX: Final = max(1, (os.cpu_count() or 1) // 2)
@@ -62,8 +60,8 @@ class StripeEffects(EffectContext):
     does not decode is the fault of the region that sent it. It is a single strike, however many of its stripes come.
 
     Args:
-        region: our name. keeps_residual: with error feedback. is_trimmed: `[rounds] merge` is `trimmed`.
-        learner: has the own contribution's bytes. table: where stripes are kept. drafts: where merged ones are written.
+        region: our name. is_trimmed: `[rounds] merge` is `trimmed`.
+        learner: has the own contribution's bytes. table: where stripes are kept.
         reject: counts what a peer did that no honest one does, as a strike.
 
     Attributes:
@@ -71,11 +69,9 @@ class StripeEffects(EffectContext):
     """
 
     region: str
-    keeps_residual: bool
     is_trimmed: bool
     learner: LearnerProxy
     table: StripeTable
-    drafts: Drafts
     sending: Sending
     reject: Callable[[str, PeerError], None]
     cosines: dict[str, deque[float]] = field(default_factory=dict, init=False)
@@ -163,21 +159,12 @@ class StripeEffects(EffectContext):
                 return
             bodies.append(body)
         up, down = self.learner.blocks[fragment], self.parameters.blocks[fragment]
-        before = self.table.residual(fragment, order.residual_of, order.stripe)
         try:
             async with self._reducing:
-                reduction, merged_body, residual = await beside_loop(
+                reduction, merged_body = await beside_loop(
                     self.pool,
                     sum(body.nbytes for body in bodies),
-                    lambda: reduce_stripe(
-                        order,
-                        bodies,
-                        up,
-                        down,
-                        residual_before=before,
-                        keeps_residual=self.keeps_residual,
-                        is_trimmed=self.is_trimmed,
-                    ),
+                    lambda: reduce_stripe(order, bodies, up, down, is_trimmed=self.is_trimmed),
                 )
         except PayloadCorrupt as error:
             self.note(ev.Note("corrupt", str(error), fragment, version, is_alarm=True))
@@ -185,10 +172,7 @@ class StripeEffects(EffectContext):
         if version <= self.parameters.versions[fragment]:
             return
         header = MergedStripe(order.ballot, order.stripe, fragment, version, reduction.digest, start, stop)
-        if self._keep_merged(self.region, header, merged_body):
-            self.drafts.add(order.ballot, fragment, version, start, merged_body, blocks=down)
-        if residual is not None:
-            self.table.keep_residual(order.ballot, order.stripe, fragment, version, residual)
+        self._keep_merged(self.region, header, merged_body)
         self.post(reduction)
         self._post_merged(self.region, header, reduction.squared_norms)
         if len(bodies) > 1:
@@ -212,8 +196,6 @@ class StripeEffects(EffectContext):
         if version <= self.parameters.versions[fragment]:
             return
         blocks = self.parameters.blocks[fragment]
-        # The disk works while the blocks are checked; what does not pass is never named.
-        self.drafts.add(header.ballot, fragment, version, start, body, blocks=blocks)
         try:
             digest, norms = await beside_loop(self.pool, body.nbytes, checked_digest, blocks, body, start, stop)
             if digest != header.digest:
@@ -238,28 +220,16 @@ class StripeEffects(EffectContext):
         self.post(ev.MergedStripeArrived(*name, header.digest, cut, norms))
 
     async def project(self, order: Project, stripes: list[MergedPart]) -> None:
-        """Project an audited payload, of stripes in memory in block order, the own contribution to it, or both.
-
-        With error feedback it may differ from the sum by what its encoding and that of the version before lost. If
-        that payload is not here it may differ by anything.
-        """
+        """Project an audited payload, of stripes in memory in block order, the own contribution to it, or both."""
         fragment, own = order.fragment, order.contribution
         down, up = self.parameters.blocks[fragment], self.learner.blocks[fragment]
         is_whole = bool(order.stripes) and is_contiguous(stripes, down.block_count)
 
         def work() -> Projection:
             pairs = []
-            before: U8 | None = None
-            has_residual = self.keeps_residual and order.version > 1
-            if has_residual and is_whole:
-                with contextlib.suppress(StorageError):
-                    before = self.store.read_payload(fragment, order.version - 1, order.before)
             for window in order.windows if is_whole else ():
                 stripe = next(cut for cut in stripes if window.block_start < cut.block_stop)
-                value, error = project(down, _slice(down, stripe.encoded, stripe.block_start, window), window)
-                if before is not None:
-                    error += project(down, _slice(down, before, 0, window), window)[1]
-                pairs.append((value, inf if has_residual and before is None else error))
+                pairs.append(project(down, _slice(down, stripe.encoded, stripe.block_start, window), window))
             row = []
             # A learner that died, or was restarted, may have written over the bytes.
             with contextlib.suppress(PayloadCorrupt):
@@ -300,7 +270,6 @@ class StripeEffects(EffectContext):
     def close_ballot(self, order: ev.CloseBallot) -> None:
         """Free what nobody asks about any more, and stop its transfers."""
         fragment, version = order.fragment, order.version
-        self.drafts.close(order.ballot, fragment, version, is_committed=order.committed)
         self.table.close(order.ballot, fragment, version, is_committed=order.committed)
         if order.committed:
             self.sending.drop_older_rounds(fragment, version)

@@ -92,8 +92,6 @@ class VersionEffects(EffectContext):
 
     async def _compute_digest(self, fragment: int) -> None:
         self.post(DigestComputed(fragment, *await self.parameters.digest(fragment)))
-        with contextlib.suppress(StorageError):  # whoever stores the next payload says what is wrong with the disk
-            await self.parameters.write_ahead(fragment)
 
 
 def _lost_on_disk(file: str, error: StorageError) -> DilocoError:

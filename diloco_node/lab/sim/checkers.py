@@ -173,8 +173,6 @@ class Checkers:
 
     def effect_seen(self, host: Host, effect: ev.Effect) -> None:
         """Whether the core may want this."""
-        if isinstance(effect, ev.ReduceStripe):
-            self.oracle.reduce_asked(effect)
         check = self._effect_checks.get(type(effect))
         if check is not None and host.name not in self.liars:
             check(host, effect)

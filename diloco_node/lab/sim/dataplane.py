@@ -46,15 +46,6 @@ class MergedBlocks(NamedTuple):
     encoded: bytes
 
 
-class ResidualKey(NamedTuple):
-    """Key of a residual: a reducer uses one only with the ballot that the core names, over the same blocks."""
-
-    ballot: Ballot
-    fragment: int
-    block_start: int
-    block_stop: int
-
-
 def contribution_key(contribution: Contribution, block_start: int, block_stop: int) -> ContributionKey:
     """Where a reducer keeps this stripe."""
     name = (contribution.learner, contribution.incarnation, contribution.fragment, contribution.snapshot)
@@ -67,7 +58,6 @@ class DataPlane:
     Attributes:
         versions: per fragment the version of Theta in memory, -1 before there is one.
         theta, momentum: per fragment, shape (n,), float32; replaced, never changed.
-        is_residual_loose: plants a fault: the residual is kept by range alone, also of abandoned ballots.
         is_order_loose: plants a fault: contributions are summed in the order in which they arrived.
         spoil_sum: of a cheat: what it makes of each sum.
     """
@@ -77,7 +67,6 @@ class DataPlane:
         self.versions = [-1] * fragments
         self.theta: list[F32] = [np.zeros(0, np.float32)] * fragments
         self.momentum: list[F32] = [np.zeros(0, np.float32)] * fragments
-        self.is_residual_loose = False
         self.is_order_loose = False
         self.spoil_sum: Callable[[F32], F32] | None = None
         self._setup = setup
@@ -85,9 +74,6 @@ class DataPlane:
         self._complain = complain
         self._contributions: dict[ContributionKey, tuple[int, bytes]] = {}
         self._merged: dict[Ballot, dict[int, MergedBlocks]] = {}
-        self._pending: dict[ResidualKey, F32] = {}
-        self._installed: dict[ResidualKey, F32] = {}
-        self._loose: dict[tuple[int, int, int], F32] = {}
 
     def keep_contribution(self, header: ContributionStripe, body: bytes) -> bool:
         """Keep a stripe that arrived whole; False if it is not what its header says."""
@@ -120,7 +106,7 @@ class DataPlane:
         return self._merged.get(ballot, {}).get(stripe)
 
     def reduce(self, effect: ReduceStripe) -> ReductionDone | None:
-        """Carry out ReduceStripe; None (with a complaint) if a stripe or residual it names is not here."""
+        """Carry out ReduceStripe; None (with a complaint) if a stripe that it names is not here."""
         layout = self._setup.layouts[effect.fragment]
         codec_up, codec_down = self._setup.settings.codec_up, self._setup.settings.codec_down
         pairs = list(zip(effect.contributions, effect.coefficients, strict=True))
@@ -140,14 +126,11 @@ class DataPlane:
                 return None
             contributions.append(tensors.decode(stored[1], codec_up))
             spreads.append(layout.spread(row, effect.block_start, effect.block_stop))
-        residual = self._residual(effect)
-        reduction = tensors.reduce_stripe(contributions, spreads, residual, codec_down)
+        reduction = tensors.reduce_stripe(contributions, spreads, codec_down)
         if self.spoil_sum is not None:
             encoded = tensors.encode(self.spoil_sum(reduction.decoded), codec_down)
-            reduction = tensors.Reduced(encoded, tensors.decode(encoded, codec_down), reduction.residual)
+            reduction = tensors.Reduced(encoded, tensors.decode(encoded, codec_down))
         blocks = (effect.block_start, effect.block_stop)
-        self._pending[ResidualKey(effect.ballot, effect.fragment, *blocks)] = reduction.residual
-        self._loose[(effect.fragment, *blocks)] = reduction.residual
         self._merged.setdefault(effect.ballot, {})[effect.stripe] = MergedBlocks(*blocks, reduction.encoded)
         return ReductionDone(
             ballot=effect.ballot,
@@ -158,23 +141,13 @@ class DataPlane:
         )
 
     def close(self, effect: CloseBallot) -> None:
-        """Free the ballot's stripes; its residual stays only if it committed.
-
-        A straggler may close a ballot once more after it committed: that touches nothing that was installed.
-        """
+        """Free the ballot's stripes."""
         self._merged.pop(effect.ballot, None)
-        # As the daemon's table: a liar's words about another fragment close nothing of this ballot.
-        name = effect.ballot, effect.fragment
-        residuals = {key: self._pending.pop(key) for key in list(self._pending) if (key.ballot, key.fragment) == name}
         if not effect.committed:
             return
         for key, (version, _) in list(self._contributions.items()):
             if key.fragment == effect.fragment and version <= effect.version:
                 del self._contributions[key]
-        for residual_key in list(self._installed):
-            if residual_key.fragment == effect.fragment:
-                del self._installed[residual_key]
-        self._installed.update(residuals)
 
     def assemble(self, effect: StorePayload) -> DiskPayload | None:
         """The payload of a ballot from its merged stripes; None (with a complaint) if it is not whole."""
@@ -260,16 +233,6 @@ class DataPlane:
     def digest(self, fragment: int) -> bytes:
         """Digest of parameters and momentum in memory."""
         return tensors.state_digest(self.theta[fragment], self.momentum[fragment])
-
-    def _residual(self, effect: ReduceStripe) -> F32 | None:
-        if effect.residual_of is None:
-            return None
-        if self.is_residual_loose:
-            return self._loose.get((effect.fragment, effect.block_start, effect.block_stop))
-        key = ResidualKey(effect.residual_of, effect.fragment, effect.block_start, effect.block_stop)
-        if key not in self._installed:
-            self._complain(f"asked for a residual that is not here: {effect.ballot} of {effect.residual_of}")
-        return self._installed.get(key)
 
 
 def block_ranges(stripes: tuple[Stripe, ...]) -> tuple[tuple[int, int], ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 from diloco_node.core import events as ev
@@ -81,12 +80,6 @@ class FakeEffects:
         if effect.stripes:
             body = plane.merged_payload(effect.ballot).data
             pairs = plane.project(effect.windows, effect.fragment, body, settings.codec_down)
-            if settings.error_feedback and effect.version > 1:
-                before = self._host.disk.payloads.get((effect.fragment, effect.version - 1, effect.before))
-                others = [(0.0, inf)] * len(pairs)
-                if before is not None:
-                    others = plane.project(effect.windows, effect.fragment, before.data, settings.codec_down)
-                pairs = [(value, error + more) for (value, error), (_, more) in zip(pairs, others, strict=True)]
         snapshot = self._host.contribution_area.get(effect.fragment)
         if effect.contribution is not None and snapshot is not None and snapshot.contribution == effect.contribution:
             row = plane.project(effect.windows, effect.fragment, snapshot.encoded, settings.codec_up)

@@ -116,22 +116,6 @@ class FolderDisk(Disk):
             self.states.pop(fragment, None)
 
 
-class FakeDraft:
-    """A payload that grows; see `storage.payload_files.PayloadDraft`."""
-
-    def __init__(self, store: FakeStore, content_bytes: int) -> None:
-        self._store = store
-        self.content = bytearray(content_bytes)
-
-    def write(self, offset: int, data: memoryview) -> None:
-        """Put bytes into their place. Raises StorageError."""
-        self._store.wait_for_disk("write a draft")
-        self.content[offset : offset + data.nbytes] = data
-
-    def discard(self) -> None:
-        """Nobody needs it."""
-
-
 class FakeStore:
     """A region's folder as a process has it open.
 
@@ -225,33 +209,9 @@ class FakeStore:
 
     def store_payload(self, fragment: int, version: int, digest: bytes, chunks: Sequence[Any]) -> None:
         """See RegionStore."""
-        self._put_payload((fragment, version, digest), b"".join(bytes(chunk) for chunk in chunks))
-
-    def draft_payload(self, content_bytes: int) -> FakeDraft:
-        """See RegionStore."""
-        if self._disk.is_full:
-            raise StorageError("can't begin a draft: No space left on device")
-        return FakeDraft(self, content_bytes)
-
-    @staticmethod
-    def content_offset(offset: int) -> int:
-        """See RegionStore; a draft has no header here."""
-        return offset
-
-    def finish_payload(
-        self, draft: FakeDraft, fragment: int, version: int, digest: bytes, part_bytes: Sequence[int]
-    ) -> None:
-        """See RegionStore."""
-        assert sum(part_bytes) == len(draft.content), (part_bytes, len(draft.content))
-        self._put_payload((fragment, version, digest), bytes(draft.content))
-
-    def _put_payload(self, key: PayloadKey, content: bytes) -> None:
-        self._write_file("write a payload", partial(self._disk.put_payload, key, DiskPayload((), content)))
-
-    def write_ahead(self, content_bytes: int) -> None:
-        """See RegionStore: nothing that matters here."""
-        if self._disk.is_full:
-            raise StorageError(f"can't write {content_bytes} B ahead: No space left on device")
+        payload = DiskPayload((), b"".join(bytes(chunk) for chunk in chunks))
+        put = partial(self._disk.put_payload, (fragment, version, digest), payload)
+        self._write_file("write a payload", put)
 
     def read_payload(self, fragment: int, version: int, digest: bytes) -> U8:
         """See RegionStore."""

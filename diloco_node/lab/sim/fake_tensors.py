@@ -1,7 +1,7 @@
 """The arithmetic of the fake world: tiny fragments in bf16 or fp32, float32 sums in a fixed order, digests.
 
 Pieces under 4,096 values travel in bf16 under int4, int8 and bf16, so these bytes are what the real codec would send
-for such a model. bf16 is lossy, so residuals are not zero; fp32 shows every bit of a sum taken in another order.
+for such a model. fp32 shows every bit of a sum taken in another order.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ VALUE_BYTES = {Codec.BF16: 2, Codec.FP32: 4}
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A merged stripe: its bytes, what they decode to, and what encoding lost (the next residual)."""
+    """A merged stripe: its bytes, and what they decode to."""
 
     encoded: bytes
     decoded: F32
-    residual: F32
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +98,13 @@ def decode(data: bytes, codec: Codec) -> F32:
     return (np.frombuffer(data, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def reduce_stripe(vectors: Sequence[F32], coefficients: Sequence[F32], residual: F32 | None, codec: Codec) -> Reduced:
+def reduce_stripe(vectors: Sequence[F32], coefficients: Sequence[F32], codec: Codec) -> Reduced:
     """The weighted float32 sum of decoded parts, in the given order, encoded again."""
     total = np.zeros(len(vectors[0]), np.float32)
     for vector, coefficient in zip(vectors, coefficients, strict=True):
         total += coefficient * vector
-    if residual is not None:
-        total += residual
     body = encode(total, codec)
-    values = decode(body, codec)
-    return Reduced(body, values, total - values)
+    return Reduced(body, decode(body, codec))
 
 
 def state_digest(theta: F32, momentum: F32) -> bytes:

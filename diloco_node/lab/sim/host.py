@@ -109,7 +109,7 @@ class Host:
         self.bucket: FakeBucket | None = None
         self.witness: FakeWitness | None = None
         # True only under a planted fault; the last two go to each life's data plane.
-        self.fsync_is_late = self.is_residual_loose = self.is_order_loose = False
+        self.fsync_is_late = self.is_order_loose = False
         # Of a cheat (`cheats`): what its reducer, learner and leader do.
         self.spoil_sum: Callable[[F32], F32] | None = None
         self.token_factor = 1
@@ -165,7 +165,6 @@ class Host:
         self._lives += 1
         self._life = Life()
         self.plane = DataPlane(self.setup, self.disk, self.complain)
-        self.plane.is_residual_loose = self.is_residual_loose
         self.plane.is_order_loose = self.is_order_loose
         self.plane.spoil_sum = self.spoil_sum
         self.witness = FakeWitness(self, self.bucket) if self.bucket is not None else None

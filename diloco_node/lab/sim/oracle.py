@@ -1,8 +1,8 @@
 """An oracle: recomputes every committed merge and every version from the committed history alone.
 
 It knows the encoded bytes of every contribution that a learner ever offered, and takes weights, share and stripes from
-the ledger's entries. It computes coefficients, sums, residuals, payload digest, factors and the outer step itself, in
-the order of learner names. Regions must hold these very bits.
+the ledger's entries. It computes coefficients, sums, payload digest, factors and the outer step itself, in the order of
+learner names. Regions must hold these very bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from diloco_node.core import events as ev
 from diloco_node.core.merge import outliers, weights
 from diloco_node.core.merge.outer import outer_rates, outer_step
 from diloco_node.core.types import (
-    Ballot,
     CarryMode,
     Contribution,
     DiscardedBody,
@@ -64,12 +63,6 @@ class Oracle:
         self._payload_of = payload_of
         # By learner, incarnation, fragment and snapshot: never written over.
         self._encoded: dict[tuple[str, int, int, int], tuple[Contribution, bytes]] = {}
-        # By ballot and stripe, the ballot whose residual was added.
-        self._residual_of: dict[tuple[Ballot, int], Ballot | None] = {}
-        # By fragment, ballot and blocks, of every stripe that was recomputed.
-        self._residuals: dict[tuple[int, Ballot, Blocks], F32] = {}
-        # Residuals that nobody but a liar knows.
-        self._unknown: set[tuple[int, Ballot | None, Blocks]] = set()
         # Per fragment the newest version that is committed; -1 before genesis.
         self._versions = [-1] * len(setup.layouts)
         # By learner, fragment, incarnation and last step, the version since which what follows is carried.
@@ -93,10 +86,6 @@ class Oracle:
     def discarded(self, body: DiscardedBody) -> None:
         """A learner gave up steps: what it brings next was carried since this version."""
         self._carried[body.learner, body.fragment, body.incarnation, body.step_to] = self._versions[body.fragment]
-
-    def reduce_asked(self, effect: ev.ReduceStripe) -> None:
-        """A reducer's core names the ballot whose residual it adds; of a committed round it must be the right one."""
-        self._residual_of[effect.ballot, effect.stripe] = effect.residual_of
 
     def genesis(self, body: GenesisBody, candidates: Sequence[Sequence[F32]]) -> None:
         """Theta_0 of each fragment must be what some region's learner proposed.
@@ -214,8 +203,6 @@ class Oracle:
         if values is None and self.liars:
             data = self._payload_of(body)
             values = tensors.decode(data, self._setup.settings.codec_down) if data is not None else None
-        if not is_known:
-            self._unknown |= {(body.fragment, body.ballot, _blocks(stripe)) for stripe in body.stripes}
         self._recent[body.fragment] = self._recent[body.fragment].after(contributions, body.squared_norms)
         if values is None:
             self._violate(f"payload: {body.fragment}/{body.version} of {body.ballot} is not the sum of its members")
@@ -237,20 +224,18 @@ class Oracle:
         clips = outliers.clips(contributions, sizes, self._recent[body.fragment])
         rows = weights.coefficients(contributions, member_weights, rules, clips)
         stripes = [self._merge_stripe(body, index, rows) for index in range(len(body.stripes))]
-        sums = [stripe for stripe in stripes if stripe is not None]
-        digest = payload_digest(stripe_digest(stripe.encoded) for stripe in sums)
-        if len(sums) != len(stripes) or digest != body.payload_digest:
+        if payload_digest(stripe_digest(stripe.encoded) for stripe in stripes) != body.payload_digest:
             if self.liars:
                 self._blame_sums(body, self._wrong_reducers(body, stripes))
             return None
-        values = np.concatenate([stripe.decoded for stripe in sums])
+        values = np.concatenate([stripe.decoded for stripe in stripes])
         norms = layout.squared_norms(values, 0, layout.blocks)
         factors_due = weights.factors(contributions, member_weights, rules, clips, norms, share=body.share)
         if not all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(factors_due, body.factors, strict=True)):
             self._violate(f"factors: {body.fragment}/{body.version} has {body.factors}, expected {factors_due}")
         return values
 
-    def _wrong_reducers(self, body: RoundBody, stripes: Sequence[tensors.Reduced | None]) -> set[str]:
+    def _wrong_reducers(self, body: RoundBody, stripes: Sequence[tensors.Reduced]) -> set[str]:
         """Return whose stripes are not what an honest reduction gives."""
         data, layout = self._payload_of(body), self._setup.layouts[body.fragment]
         if data is None:
@@ -259,54 +244,29 @@ class Oracle:
         return {
             stripe.reducer
             for stripe, reduction, (low, high) in zip(body.stripes, stripes, ranges, strict=True)
-            if reduction is not None and reduction.encoded != data[low:high]
+            if reduction.encoded != data[low:high]
         }
 
     def _blame_sums(self, body: RoundBody, culprits: set[str]) -> None:
-        """Wrong stripes are a liar's alone, and only of one that is excused; nobody knows their residual."""
+        """Wrong stripes are a liar's alone, and only of one that is excused."""
         for name in sorted(culprits):
             if name in self.liars and self.excuses_sums:
                 self.wrong_sums.append((body.fragment, body.version))
-                self._unknown |= {
-                    (body.fragment, body.ballot, _blocks(stripe)) for stripe in body.stripes if stripe.reducer == name
-                }
             else:
                 self._violate(
                     f"payload: {name}'s stripe of {body.fragment}/{body.version} is not the sum of its members"
                 )
 
-    def _merge_stripe(self, body: RoundBody, index: int, rows: Sequence[Sequence[float]]) -> tensors.Reduced | None:
-        """An honest reduction; None if it takes a residual that nobody knows."""
+    def _merge_stripe(self, body: RoundBody, index: int, rows: Sequence[Sequence[float]]) -> tensors.Reduced:
+        """An honest reduction."""
         layout, blocks = self._setup.layouts[body.fragment], _blocks(body.stripes[index])
         settings = self._setup.settings
         low, high = layout.byte_range(*blocks, settings.codec_up)
-        residual_ballot = self._residual_of.get((body.ballot, index))
-        if (body.fragment, residual_ballot, blocks) in self._unknown:
-            self._unknown.add((body.fragment, body.ballot, blocks))
-            return None
         stripes = [
             tensors.decode(self._encoded[_name(member.contribution)][1][low:high], settings.codec_up)
             for member in body.members
         ]
-        residual = self._residual_before(body, residual_ballot, blocks)
-        reduction = tensors.reduce_stripe(
-            stripes, [layout.spread(row, *blocks) for row in rows], residual, settings.codec_down
-        )
-        self._residuals[body.fragment, body.ballot, blocks] = reduction.residual
-        return reduction
-
-    def _residual_before(self, body: RoundBody, residual_ballot: Ballot | None, blocks: Blocks) -> F32 | None:
-        """Only the residual of the ballot that committed the version before, over the same blocks, may be added."""
-        if residual_ballot is None:
-            return None
-        before = self.committed.get((body.fragment, body.version - 1))
-        residual = self._residuals.get((body.fragment, residual_ballot, blocks))
-        if before is None or before.ballot != residual_ballot or residual is None:
-            self._violate(
-                f"residual: {body.fragment}/{body.version} adds that of {residual_ballot}, "
-                f"but {before.ballot if before else None} committed the version before"
-            )
-        return residual
+        return tensors.reduce_stripe(stripes, [layout.spread(row, *blocks) for row in rows], settings.codec_down)
 
     def _step(self, body: RoundBody, values: F32) -> None:
         if not self._theta:

@@ -45,7 +45,7 @@ class LinkCounters:
     Attributes:
         first_bytes_out: payload sent for the first time, with headers.
         other_bytes_out: acknowledgements and retransmissions. bytes_in: all that came.
-        carried_bytes: of what went out for the first time, acknowledgements included, all but what is still on its way.
+        delivered_bytes: of what went out for the first time, acknowledgements included, what has arrived.
         segments_out, segments_in: packets. rtt_min_ns: the least round trip of a living socket; 0: not known.
     """
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from diloco_node.cli.measure import live_measurement as daemon
 from diloco_node.cli.measure import own_links
 from diloco_node.cli.measure.live_measurement import find_daemon
 from diloco_node.cli.plan.inputs import read_mesh
-from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
+from diloco_node.daemon.admin.admin_server import AdminServer
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
 from diloco_node.main import main
 from diloco_node.measure.measurement import flow_document, latency_document, pair_document
@@ -58,7 +59,7 @@ class Region:
         self.folder.mkdir(parents=True)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
-        handlers = AdminHandlers(
+        handlers: Any = SimpleNamespace(
             status=dict,
             snapshot=dict,
             not_ready_reason=str,

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.core.merge.outliers import RecentRounds
 from diloco_node.core.messages import BallotOpened, MergeDecided, Receipt, ReductionReported
 from diloco_node.core.rounds.evidence import (
     blame_norms,
@@ -295,7 +294,7 @@ def test_a_sum_that_is_longer_than_its_members_or_not_as_reported_is_to_blame(
     round_.reports[2] = replace(round_.reports[2], squared_norms=(named, 1.0))
     merged = {index: (report.digest, report.squared_norms) for index, report in round_.reports.items()}
     merged[2] = (merged[2][0], (square, 1.0))
-    blames = blame_sums(round_, merged, RunSettings(), RecentRounds())
+    blames = blame_sums(round_, merged, RunSettings())
     if says:
         ((name, part, reason, is_proved),) = [
             (blame.region, blame.part, blame.reason, blame.is_proved) for blame in blames
@@ -304,7 +303,7 @@ def test_a_sum_that_is_longer_than_its_members_or_not_as_reported_is_to_blame(
         assert says in reason
     else:
         assert blames == ()
-    assert blame_sums(round_, merged, RunSettings(), RecentRounds()) == (), "each stripe is looked at once"
+    assert blame_sums(round_, merged, RunSettings()) == (), "each stripe is looked at once"
 
 
 def test_another_stripe_than_the_reducer_told_says_nothing_about_its_sum() -> None:
@@ -312,5 +311,5 @@ def test_another_stripe_than_the_reducer_told_says_nothing_about_its_sum() -> No
     assert round_.decision is not None
     round_.decision = replace(round_.decision, coefficients=((0.25, 0.25),) * 4)
     merge(round_)
-    assert blame_sums(round_, {2: (b"x" * 32, (1e6, 1e6))}, RunSettings(), RecentRounds()) == ()
+    assert blame_sums(round_, {2: (b"x" * 32, (1e6, 1e6))}, RunSettings()) == ()
     assert not round_.checked, "the right one is looked at when it comes"

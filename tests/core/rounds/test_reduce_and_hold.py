@@ -20,7 +20,6 @@ from diloco_node.core.events import (
 )
 from diloco_node.core.messages import (
     AuditDrawn,
-    BallotOpened,
     MergeDecided,
     MergedReceived,
     PayloadDurable,
@@ -29,7 +28,7 @@ from diloco_node.core.messages import (
     StripesReceived,
 )
 from diloco_node.core.rounds.followed import EARLY_MAX
-from diloco_node.core.types import Ballot, RunSettings, Stripe
+from diloco_node.core.types import Ballot, Stripe
 from tests.kit.participant_kit import (
     AGAIN,
     FIRST,
@@ -42,7 +41,6 @@ from tests.kit.participant_kit import (
 )
 from tests.kit.rounds_kit import (
     REGIONS,
-    SETTINGS,
     committed_round,
     contribution,
     pieces,
@@ -67,7 +65,7 @@ def test_reducer_says_what_it_holds_and_reduces_when_all_is_there() -> None:
     assert isinstance(order, ReduceStripe)
     assert [contribution.learner for contribution in order.contributions] == ["a", "c"], "by name, not as they came"
     assert order.coefficients == ((0.0,) * pieces(0), (1.0,) * pieces(0))
-    assert (order.stripe, order.block_start, order.block_stop, order.residual_of) == (1, 2, 4, None)
+    assert (order.stripe, order.block_start, order.block_stop) == (1, 2, 4)
     assert place.decide("ac") == [], "once"
     assert told(place.tick()) == [received("a", "c")]
     assert place.tick() == [], "once"
@@ -346,62 +344,3 @@ def test_a_decision_that_is_none_about_the_ballot_is_not_carried_out(change: dic
     assert reason in note.text
     place.participant.merge_decided(decision)
     assert [type(effect) for effect in place.go()] == [ReduceStripe]
-
-
-FEEDBACK = replace(SETTINGS, error_feedback=True)
-
-
-def second_round(place: Place, stripes: tuple[Stripe, ...] = STRIPES) -> Ballot | None:
-    """Reduce version 2 and return whose residual is added."""
-    announcement = BallotOpened(Ballot(3, 7), 0, 2, ("a",), stripes)
-    place.participant.ballot_opened("a", announcement)
-    offer = contribution("a", base=1, steps=(10, 20))
-    index = next(place for place, stripe in enumerate(stripes) if stripe.reducer == "b")
-    blocks = (stripes[index].block_start, stripes[index].block_stop)
-    place.participant.stripe_arrived(ContributionStripeArrived(Ballot(3, 7), index, offer, blocks))
-    place.participant.merge_decided(MergeDecided(Ballot(3, 7), 0, 2, (offer,), ((1.0,) * pieces(0),)))
-    (order,) = [effect for effect in place.go() if isinstance(effect, ReduceStripe)]
-    return order.residual_of
-
-
-def first_round(settings: RunSettings, *, committed: Ballot = FIRST, reduces: bool = True) -> Place:
-    place = Place(settings)
-    place.open(replace(OPENED, members=("a",)))
-    place.stripes("a")
-    if reduces:
-        place.decide("a")
-        place.participant.stripe_reduced(ReductionDone(FIRST, 1, (1.0,), ((1.0,),), b"m" * 32))
-    place.apply(committed_round(0, 1, [contribution("a")], ballot=committed))
-    return place
-
-
-def test_residual_of_the_version_before_is_added_over_the_same_blocks() -> None:
-    assert second_round(first_round(FEEDBACK)) == FIRST
-
-
-def test_residual_is_added_only_if_asked_for() -> None:
-    assert second_round(first_round(SETTINGS)) is None
-
-
-def test_residual_of_an_abandoned_ballot_is_never_added() -> None:
-    assert second_round(first_round(FEEDBACK, committed=SECOND_BALLOT)) is None
-
-
-def test_residual_needs_the_reduction_to_have_happened_here() -> None:
-    assert second_round(first_round(FEEDBACK, reduces=False)) is None
-
-
-def test_residual_is_dropped_when_the_blocks_move() -> None:
-    assert second_round(first_round(FEEDBACK), (Stripe("a", 0, 1), Stripe("b", 1, 4), Stripe("c", 4, 5))) is None
-
-
-def test_residual_is_dropped_when_a_version_lies_between() -> None:
-    place = first_round(FEEDBACK)
-    place.apply(committed_round(0, 2, [], ballot=Ballot(3, 5)))
-    announcement = BallotOpened(Ballot(3, 7), 0, 3, ("a",), STRIPES)
-    place.participant.ballot_opened("a", announcement)
-    offer = contribution("a", base=2, steps=(10, 20))
-    place.participant.stripe_arrived(ContributionStripeArrived(Ballot(3, 7), 1, offer, (2, 4)))
-    place.participant.merge_decided(MergeDecided(Ballot(3, 7), 0, 3, (offer,), ((1.0,) * pieces(0),)))
-    (order,) = [effect for effect in place.go() if isinstance(effect, ReduceStripe)]
-    assert order.residual_of is None

@@ -1,7 +1,6 @@
 """Effects that write or read the disk: entries in their order, payloads whole, an audit's projections."""
 
 from dataclasses import replace
-from math import inf
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from diloco_node.core.events import (
 )
 from diloco_node.core.projections import ContributionsProjected, Project, ProjectContributions, Projected, Window
 from diloco_node.daemon.effects import disk_effects
-from diloco_node.daemon.effects.open_stripes import MergedPart
 from diloco_node.errors import LedgerLost, StorageError
 from tests.kit.effects_kit import BALLOT, Bench
 
@@ -115,26 +113,6 @@ async def test_an_audited_payload_is_projected_with_the_own_contribution(bench: 
         )
         body = bench.learner.contribution_area[0][up.byte_slice(*cut)]
         assert event.projection.contribution[place] == project(up, body, window)[0]
-
-
-@pytest.mark.parametrize("is_here", [True, False])
-async def test_with_error_feedback_a_payload_may_differ_by_what_the_version_before_lost(
-    bench: Bench, is_here: bool
-) -> None:
-    bench.stripe_effects.keeps_residual = True
-    digest, windows, stripes = await bench.receive_payload(), windows_of(bench), bench.stripes()
-    bodies = [np.frombuffer(bench.merged_bytes(stripe), np.uint8) for stripe in stripes]
-    if is_here:
-        bench.store.store_payload(0, 1, digest, [memoryview(body) for body in bodies])
-    parts = [
-        MergedPart(body, stripe_digest(body), stripe.block_start, stripe.block_stop, stripe.reducer)
-        for body, stripe in zip(bodies, stripes, strict=True)
-    ]
-    await bench.stripe_effects.project(Project(BALLOT, 0, 1, windows, stripes), parts)
-    await bench.stripe_effects.project(Project(BALLOT, 0, 2, windows, stripes, before=digest), parts)
-    first, second = (event.projection for event in bench.posted if isinstance(event, Projected))
-    assert second.sums == first.sums
-    assert second.errors == tuple(2 * error if is_here else inf for error in first.errors)
 
 
 @pytest.mark.parametrize("is_restarted", [True, False])

@@ -1,4 +1,4 @@
-"""Bytes of open rounds and the reduction: order, residual, what is kept and what is forgotten."""
+"""Bytes of open rounds and the reduction: order, what is kept and what is forgotten."""
 
 from dataclasses import replace
 
@@ -42,7 +42,6 @@ def order(learners: list[str], coefficients: list[tuple[float, float]]) -> Reduc
         block_stop=UP.block_count,
         contributions=tuple(name(learner) for learner in learners),
         coefficients=tuple(coefficients),
-        residual_of=None,
     )
 
 
@@ -66,9 +65,7 @@ def contributions() -> list[np.ndarray]:
 
 def test_the_merge_is_the_weighted_sum_in_the_given_order(contributions) -> None:
     coefficients = [(0.25, 1.0), (0.5, 0.0), (0.125, 2.0)]
-    reduction, body, residual = reduce_stripe(
-        order(["a", "b", "c"], coefficients), contributions, UP, DOWN, residual_before=None, keeps_residual=True
-    )
+    reduction, body = reduce_stripe(order(["a", "b", "c"], coefficients), contributions, UP, DOWN)
     total = np.zeros(UP.values, np.float32)
     for contribution, pair in zip(contributions, coefficients, strict=True):
         per_value = np.repeat(np.array(pair, np.float32), SIZES)
@@ -78,19 +75,14 @@ def test_the_merge_is_the_weighted_sum_in_the_given_order(contributions) -> None
     assert body.tobytes() == reference.tobytes()
     assert reduction.digest == stripe_digest(reference)
     assert reduction.squared_norms == tuple(norms)
-    assert residual is not None
-    np.testing.assert_allclose(residual, total - decoded(DOWN, reference), rtol=0, atol=1e-6 * np.abs(total).max())
 
 
 def test_norms_of_contributions_come_back_without_their_coefficients(contributions) -> None:
-    reduction, _, residual = reduce_stripe(
-        order(["a"], [(0.0, 7.0)]), contributions[:1], UP, DOWN, residual_before=None, keeps_residual=False
-    )
+    reduction, _ = reduce_stripe(order(["a"], [(0.0, 7.0)]), contributions[:1], UP, DOWN)
     values = decoded(UP, contributions[0]).astype(np.float64)
     np.testing.assert_allclose(
         reduction.contribution_norms[0], [(values[:5000] ** 2).sum(), (values[5000:] ** 2).sum()], rtol=1e-7
     )
-    assert residual is None
 
 
 @pytest.mark.parametrize(("members", "cut"), [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (7, 1), (8, 2), (12, 3)])
@@ -109,13 +101,11 @@ def test_one_of_four_that_lies_can_not_leave_the_range_of_the_others() -> None:
     bodies = [whole(vector) for vector in vectors]
     sums = {}
     for is_trimmed in (False, True):
-        _, body, _ = reduce_stripe(
+        _, body = reduce_stripe(
             order(list("abcd"), [(0.25, 0.25)] * 4),
             bodies,
             UP,
             DOWN,
-            residual_before=None,
-            keeps_residual=False,
             is_trimmed=is_trimmed,
         )
         total = decoded(DOWN, body)
@@ -128,13 +118,11 @@ def test_who_counts_nothing_is_no_member_of_a_trimmed_sum(contributions) -> None
     coefficients = [(0.5, 0.5), (0.0, 0.0), (0.5, 0.5)]
     bodies = []
     for is_trimmed in (False, True):
-        _, body, _ = reduce_stripe(
+        _, body = reduce_stripe(
             order(["a", "b", "c"], coefficients),
             contributions,
             UP,
             DOWN,
-            residual_before=None,
-            keeps_residual=False,
             is_trimmed=is_trimmed,
         )
         bodies.append(body.tobytes())
@@ -171,15 +159,6 @@ def test_the_window_of_the_cosines_moves_over_the_whole_stripe() -> None:
     assert max(found) == pytest.approx(1.0)
 
 
-def test_a_residual_is_added_before_the_encoding(contributions) -> None:
-    before = np.full(UP.values, 3.0, np.float32)
-    silent = whole(np.zeros(UP.values, np.float32))
-    _, body, _ = reduce_stripe(
-        order(["a"], [(1.0, 1.0)]), [silent], UP, DOWN, residual_before=before, keeps_residual=False
-    )
-    np.testing.assert_allclose(decoded(DOWN, body), 3.0, rtol=1e-2)
-
-
 def test_a_part_of_another_size_is_refused_by_name(contributions) -> None:
     with pytest.raises(PayloadCorrupt, match="of b for fragment 0"):
         reduce_stripe(
@@ -187,8 +166,6 @@ def test_a_part_of_another_size_is_refused_by_name(contributions) -> None:
             [contributions[0], contributions[1][:-1]],
             UP,
             DOWN,
-            residual_before=None,
-            keeps_residual=False,
         )
 
 
@@ -205,35 +182,17 @@ def part_of(size: int, value: int = 0, *, sender: str = "r", blocks: tuple[int, 
     return MergedPart(np.full(size, value, np.uint8), b"digest", *blocks, sender)
 
 
-def test_a_commit_frees_the_round_and_keeps_its_residual_only() -> None:
+def test_a_commit_frees_the_round() -> None:
     table = StripeTable()
     table.keep_contribution(1, name("a"), 0, 4, np.zeros(10, np.uint8), limit_bytes=100)
     failed_ballot, won = Ballot(1, 1), Ballot(1, 2)
     for ballot in (failed_ballot, won):
         assert table.keep_merged(ballot, 0, 0, 1, part_of(7), limit_bytes=100)
-        table.keep_residual(ballot, 0, 0, 1, np.full(3, float(ballot.number), np.float32))
     table.close(failed_ballot, 0, 1, is_committed=False)
     assert table.payload(failed_ballot, 0, 1, [Stripe("r", 0, 4)]) == []
     assert table.buffered_bytes() == 17
     table.close(won, 0, 1, is_committed=True)
     assert table.buffered_bytes() == 0
-    assert table.residual(0, failed_ballot, 0) is None
-    residual = table.residual(0, won, 0)
-    assert residual is not None
-    assert residual.tolist() == [2.0, 2.0, 2.0]
-    assert table.residual(0, won, 1) is None
-
-
-def test_each_stripe_has_its_own_residual() -> None:
-    table = StripeTable()
-    for stripe in (0, 2):
-        assert table.keep_merged(BALLOT, stripe, 0, 1, part_of(7), limit_bytes=100)
-        table.keep_residual(BALLOT, stripe, 0, 1, np.full(3, float(stripe), np.float32))
-    table.close(BALLOT, 0, 1, is_committed=True)
-    for stripe in (0, 2):
-        residual = table.residual(0, BALLOT, stripe)
-        assert residual is not None
-        assert residual.tolist() == [float(stripe)] * 3
 
 
 def test_the_payload_is_in_stripe_order_and_of_one_ballot() -> None:

@@ -28,18 +28,6 @@ def _answer_before_fsync(host: Host) -> None:
     host.fsync_is_late = True
 
 
-def _keep_any_residual(host: Host) -> None:
-    host.is_residual_loose = True
-
-
-def with_residuals(setup: Setup) -> Setup:
-    """Lossy merges, and deadlines so short that many ballots are given up after they were reduced."""
-    settings = replace(
-        setup.settings, error_feedback=True, codec_down=Codec.BF16, ballot_deadline_min_ns=MIN_DEADLINE_NS
-    )
-    return replace(setup, settings=settings)
-
-
 def _sum_as_they_come(host: Host) -> None:
     host.is_order_loose = True
 
@@ -284,12 +272,6 @@ CORE_FAULTS: dict[str, Fault] = {
             "a contribution's base is at least the last version that includes its learner",
             spoil=_contribute_too_early,
             adapt=_with_late_learners,
-        ),
-        Fault(
-            "kept-residual",
-            "the residual of an abandoned ballot is dropped",
-            plant=_keep_any_residual,
-            adapt=with_residuals,
         ),
         Fault(
             "arrival-order",

@@ -3,7 +3,6 @@
 import contextlib
 from typing import Any, cast
 
-from diloco_node.core.types import Ballot
 from diloco_node.daemon.effects.effects import Effects
 from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.errors import StorageError
@@ -12,22 +11,6 @@ from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.planting import Fault
 from diloco_node.numeric import F32
 from diloco_node.storage.store import RegionStore
-from tests.kit.planted.core_faults import with_residuals
-
-
-def _keep_any_residual(hands: Effects) -> None:
-    table: Any = hands.stripes.table
-    residuals: dict[tuple[int, int], F32] = {}
-    keep = table.keep_residual
-
-    def keep_residual(ballot: Ballot, stripe: int, fragment: int, version: int, residual: F32) -> None:
-        residuals[fragment, stripe] = residual
-        keep(ballot, stripe, fragment, version, residual)
-
-    def residual(fragment: int, ballot: Ballot | None, stripe: int) -> F32 | None:
-        return None if ballot is None else residuals.get((fragment, stripe))
-
-    table.keep_residual, table.residual = keep_residual, residual
 
 
 class _Lavish:
@@ -78,12 +61,6 @@ def _spoil(spoil: Any) -> Any:
 EFFECT_FAULTS: dict[str, Fault] = {
     fault.name: fault
     for fault in (
-        Fault(
-            "kept-residual",
-            "the residual of an abandoned ballot is dropped",
-            plant=_spoil(_keep_any_residual),
-            adapt=with_residuals,
-        ),
         Fault(
             "lent-place",
             "a place of the version area is the learner's until it has applied the version",

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from diloco_node.cli.admin_client import ask_in
-from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
+from diloco_node.daemon.admin.admin_server import AdminServer
 from diloco_node.errors import ConfigError
 from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.demo.demo_wan import DemoWan, wan_lines
@@ -136,7 +136,7 @@ def test_an_outage_is_a_line_of_the_timetable_in_the_middle_of_the_training(monk
 async def test_status_finds_a_region_in_another_namespace_by_its_socket(tmp_path: Path) -> None:
     folder = tmp_path / "us-east"
     folder.mkdir()
-    handlers = AdminHandlers(
+    handlers: Any = SimpleNamespace(
         status=lambda: {"region": "us-east", "step": 3},
         snapshot=dict,
         not_ready_reason=str,

@@ -30,8 +30,9 @@ from diloco_node.lab.demo.demo_report import (
 )
 from diloco_node.storage.trained import allot_incarnation
 from tests.kit.counter_kit import counter_file
+from tests.kit.memory_transport import MemoryTransport, Network
 from tests.kit.node_kit import MANIFEST
-from tests.kit.node_world import SOME_IDENTITY, MemoryTransport, Network, Region, VirtualLoop
+from tests.kit.node_world import SOME_IDENTITY, Region, VirtualLoop
 
 NAMES = ("a", "b", "c")
 SETTINGS = RunSettings(

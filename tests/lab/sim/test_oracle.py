@@ -65,7 +65,7 @@ class Bench:
             low, high = self.layout.byte_range(stripe.block_start, stripe.block_stop, Codec.BF16)
             decoded = [tensors.decode(self.offered[made[at]][low:high], Codec.BF16) for at in order]
             spreads = [self.layout.spread(rows[at], stripe.block_start, stripe.block_stop) for at in order]
-            parts.append(tensors.reduce_stripe(decoded, spreads, None, Codec.FP32))
+            parts.append(tensors.reduce_stripe(decoded, spreads, Codec.FP32))
         digest = payload_digest(stripe_digest(part.encoded) for part in parts)
         norms = self.layout.squared_norms(np.concatenate([part.decoded for part in parts]), 0, self.layout.blocks)
         factors = weights.factors(made, raw, rules, [(1.0,) * len(rules)] * len(made), norms, share=1.0)
@@ -116,30 +116,6 @@ def test_other_factors_weights_or_members_are_found() -> None:
             body = dataclasses.replace(body, version=2)
         bench.oracle.round_committed(body)
         assert bench.found, change
-
-
-def test_only_the_residual_of_the_ballot_that_committed_the_version_before_may_be_added() -> None:
-    for named, is_right in ((Ballot(1, 1), True), (Ballot(1, 9), False)):
-        bench = Bench()
-        bench.oracle.round_committed(bench.merge(1, Ballot(1, 1)))
-        body = bench.merge(2, Ballot(1, 2))
-        blocks = body.stripes[0]
-        bench.oracle.reduce_asked(
-            ev.ReduceStripe(
-                ballot=body.ballot,
-                fragment=0,
-                version=2,
-                stripe=0,
-                block_start=blocks.block_start,
-                block_stop=blocks.block_stop,
-                contributions=(),
-                coefficients=(),
-                residual_of=named,
-            )
-        )
-        bench.oracle.round_committed(body)
-        # fp32 loses nothing, so the right residual is zero and the payload stays the same.
-        assert (bench.found == []) == is_right, (named, bench.found)
 
 
 def test_one_name_stands_for_one_content() -> None:

@@ -55,7 +55,6 @@ def cases(faults: Iterable[str]) -> list[Any]:
 
 
 DAEMON_SIGNS = {
-    "kept-residual": "not the sum of its members",
     "lent-place": "written over before the learner took it",
     "refused-write": "its disk has",
 }
@@ -67,7 +66,6 @@ SIGNS = {
     "apply-before-commit": "not committed",
     "forgotten-vote": "vote: ",
     "stale-base": "it was included in",
-    "kept-residual": "not the sum of its members",
     "arrival-order": "not the sum of its members",
     "old-term": "old term: ",
     "reused-ballot": "opened by",
