@@ -18,13 +18,13 @@ from diloco_node.core.rounds.evidence import (
     judge_absences,
 )
 from diloco_node.core.rounds.open_round import Deadline, OpenRound, QuestionedBallot
-from diloco_node.core.rounds.suspicion import BallotPart
+from diloco_node.core.rounds.suspicion import BallotRole
 from diloco_node.core.types import Ballot, RunSettings, Stripe
 from tests.kit.rounds_kit import contribution
 
 NAMES = "abcd"
 CUT = tuple(Stripe(name, at, at + 1) for at, name in enumerate(NAMES))
-MEMBER, REDUCER = BallotPart.MEMBER, BallotPart.REDUCER
+MEMBER, REDUCER = BallotRole.MEMBER, BallotRole.REDUCER
 
 
 def ballot(stripes: tuple[Stripe, ...] = CUT, members: Iterable[str] = NAMES) -> OpenRound:
@@ -64,7 +64,7 @@ def told(round_: OpenRound, **lacks: str) -> None:
         )
 
 
-def blamed(round_: OpenRound) -> set[tuple[str, BallotPart]]:
+def blamed(round_: OpenRound) -> set[tuple[str, BallotRole]]:
     return {(blame.region, blame.part) for blame in judge_absences(round_, 4).blames}
 
 
