@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_node.cli.options import parse_option
 from diloco_node.cli.tables import table_lines
 from diloco_node.errors import ConfigError
 
@@ -137,21 +136,9 @@ def set_path(
     as_json: JsonOption = False,
 ) -> None:
     """Change paths of a region until `heal`: delay, jitter, loss, rate."""
-    from diloco_node.config.units import parse_duration
-    from diloco_node.lab.wan.topology import parse_loss
-
-    _send(
-        "set",
-        region,
-        peer,
-        one_way,
-        name=name,
-        as_json=as_json,
-        delay_ns=None if delay is None else parse_option("--delay", delay, parse_duration).ns,
-        jitter_ns=None if jitter is None else parse_option("--jitter", jitter, parse_duration).ns,
-        loss_ppm=None if loss is None else parse_option("--loss", loss, parse_loss),
-        rate=rate,
-    )
+    values = {"delay": delay, "jitter": jitter, "loss": loss, "rate": rate}
+    values = {key: value for key, value in values.items() if value is not None}
+    _send("set", region, peer, one_way, name=name, as_json=as_json, **values)
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco_node.lab.wan.topology import Outage, Pair, Path, PathChange, Scope, Topology
+from diloco_node.lab.wan.topology import Outage, Path, PathChange, Scope, Topology
 
 
 class Conditions:
@@ -66,10 +66,6 @@ class Conditions:
             if pair in scope.pairs(self.topology.names):
                 path = change.apply(path)
         return path
-
-    def paths(self) -> dict[Pair, Path | None]:
-        """All of them."""
-        return {pair: self.path(*pair) for pair in self.topology.paths}
 
     def lines(self) -> list[str]:
         """Return cuts and changes in force, in words, for `wan status`."""

@@ -215,7 +215,7 @@ class TestReal:
             listener = socket.create_server((by_region["west"].address, 0))
         with inside(by_region["east"].namespace):
             sender = socket.socket()
-        change = {"do": "set", "region": "east", "other": "west", "delay_ns": MS, "loss_ppm": 5000}
+        change = {"do": "set", "region": "east", "other": "west", "delay": "1ms", "loss": "0.5%"}
         emulation.command(wan, change)
         try:
             with listener, sender:
@@ -241,7 +241,7 @@ class TestReal:
 
     def test_a_degraded_link_has_its_new_delay_until_the_heal(self, wan: EmulationState) -> None:
         by_region = {place.region: place for place in wan.places()}
-        emulation.command(wan, {"do": "set", "region": "east", "other": "west", "delay_ns": 60 * MS})
+        emulation.command(wan, {"do": "set", "region": "east", "other": "west", "delay": "60ms"})
 
         def rtt_ms() -> float:
             found = ping(by_region, [("east", "west")])["east", "west"]
