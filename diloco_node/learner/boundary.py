@@ -71,8 +71,8 @@ class StepBoundaries:
             look: called before anything of the model is sent or changed, with whether something may be. Later orders of
                 the daemon wait for the next boundary: nothing is merged that was not looked at.
 
-        Raises:
-            LearnerError: parameters are not finite, the optimizer undid a version, or the daemon refuses this learner.
+        Raises LearnerError: parameters are not finite, the optimizer undid a version, or the daemon refuses this
+        learner.
         """
         fragments, session, count = self.fragments, self.session, len(self.fragments.positions)
         has_orders = session is not None and session.hear()
@@ -110,8 +110,7 @@ class StepBoundaries:
     def cross_step(self, tokens: int, look: Look) -> Boundary:
         """Cross the boundary of a step, and wait there as long as further steps are of no use.
 
-        Raises:
-            LearnerError: as `cross`.
+        Raises LearnerError: as `cross`.
         """
         own = HERE.own
         boundary = last = self.cross(tokens, look)
@@ -205,8 +204,7 @@ class StepBoundaries:
     def settle(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> Iterator[Boundary]:
         """Boundaries for some time, by rank 0's clock, or `until` it says so there. All ranks are in it.
 
-        Raises:
-            LearnerError: other ranks are not.
+        Raises LearnerError: other ranks are not.
         """
         self.ranks.meet("settle()")
         deadline_s = time.monotonic() + seconds

@@ -51,8 +51,7 @@ class ContributionArea:
         Args:
             rows: by number of the piece what a device has encoded of it.
 
-        Raises:
-            PayloadCorrupt: a value is not finite. LearnerError: so a device says, and it is not so.
+        Raises PayloadCorrupt: a value is not finite. LearnerError: so a device says, and it is not so.
         """
         start, blocks = self._starts[index], self.blocks[index]
         out = self._area[start : start + blocks.encoded_bytes]

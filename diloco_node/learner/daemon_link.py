@@ -131,8 +131,7 @@ class LearnerLink:
     def commands(self) -> Iterator[ToLearner]:
         """Return the daemon's commands since the last time, oldest first. Call with `lock` held.
 
-        Raises:
-            LearnerError: the daemon refused this process for good.
+        Raises LearnerError: the daemon refused this process for good.
         """
         self._arrived.clear()
         if self._failure is not None:

@@ -151,8 +151,7 @@ class LearnerSession:
     def join(self, is_stopping: Callable[[], bool]) -> Welcome | None:
         """Wait for the daemon's Welcome. None if `is_stopping` says so first.
 
-        Raises:
-            LearnerError: the daemon refuses this learner, or cuts the model in another way.
+        Raises LearnerError: the daemon refuses this learner, or cuts the model in another way.
         """
         noted_s = time.monotonic()
         while True:
@@ -169,8 +168,7 @@ class LearnerSession:
     def hear(self) -> bool:
         """Take in what the daemon has told: `stop_reason`, `run_clock`. Returns whether it has asked for something.
 
-        Raises:
-            LearnerError: the daemon refuses this learner.
+        Raises LearnerError: the daemon refuses this learner.
         """
         if not self.link.may_have_commands:
             return self._wants_initial_state
@@ -308,8 +306,7 @@ class LearnerSession:
     def boundary(self) -> Iterator[None]:
         """Within it `orders` are taken and carried out: the link does not describe the learner meanwhile.
 
-        Raises:
-            LearnerError: parameters are not finite.
+        Raises LearnerError: parameters are not finite.
         """
         with self.link.lock:
             yield
@@ -441,8 +438,7 @@ class LearnerSession:
 def join(session: LearnerSession | None, ranks: Ranks, is_stopping: Callable[[], bool]) -> Welcome | None:
     """The daemon's Welcome on every rank; only rank 0 has a session. None if `is_stopping` says so first.
 
-    Raises:
-        LearnerError: as `LearnerSession.join`.
+    Raises LearnerError: as `LearnerSession.join`.
     """
     welcome = session.join(is_stopping) if session is not None else None
     body = ranks.share_bytes(b"" if welcome is None else TO_LEARNER.encode(welcome))

@@ -219,9 +219,8 @@ class LearnerFragments:
     def snapshot(self, request: SnapshotRequested) -> Answer | None:
         """Copy a fragment and have it encoded.
 
-        Returns:
-            The answer if it is known at once (denied, or the same snapshot as before), else None: it comes by `answer`,
-            after `encode_taken`.
+        Returns: the answer if it is known at once (denied, or the same snapshot as before), else None: it comes by
+        `answer`, after `encode_taken`.
         """
         self._worker.check()
         previous = self._snapshots.get(request.fragment)
@@ -322,8 +321,7 @@ class LearnerFragments:
 
         The values stay as they are while they are base.
 
-        Raises:
-            LearnerError: the daemon names a snapshot that this learner does not have.
+        Raises LearnerError: the daemon names a snapshot that this learner does not have.
         """
         index = offer.fragment
         if values is None:
@@ -355,8 +353,7 @@ class LearnerFragments:
     def finish_reading(self) -> None:
         """Wait until no slot is read but that of a base: another daemon may write there then.
 
-        Raises:
-            LearnerError: the worker has ended.
+        Raises LearnerError: the worker has ended.
         """
         if self._incoming:
             self._worker.drain()
@@ -381,11 +378,9 @@ class LearnerFragments:
 
         A version that the learner already has, or an older one, changes nothing.
 
-        Returns:
-            The answer for the daemon.
+        Returns: the answer for the daemon.
 
-        Raises:
-            LearnerError: the daemon names a snapshot that this learner does not have.
+        Raises LearnerError: the daemon names a snapshot that this learner does not have.
         """
         incoming, position = self._incoming.pop(index), self.positions[index]
         offer, version = incoming.offered, incoming.offered.version
@@ -451,8 +446,7 @@ class LearnerFragments:
     def verify(self) -> None:
         """At a boundary, before anything is applied: are the values of the last one still there?
 
-        Raises:
-            LearnerError: the optimizer undid them.
+        Raises LearnerError: the optimizer undid them.
         """
         self.revert.verify()
 

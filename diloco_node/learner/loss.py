@@ -34,8 +34,7 @@ class LateLoss:
     def offer(self, loss: Tensor | float | None) -> None:
         """A step has this one; of several values the mean. It waits behind a loss still on its way from a device.
 
-        Raises:
-            LearnerError: it is no number, or this rank has only a part of it.
+        Raises LearnerError: it is no number, or this rank has only a part of it.
         """
         if loss is None:
             return
@@ -99,8 +98,7 @@ class HeldOutLosses:
         Args:
             warn: told of losses that are not finite, which are left out.
 
-        Raises:
-            LearnerError: one is no number, or this rank has only a part of it.
+        Raises LearnerError: one is no number, or this rank has only a part of it.
         """
         values = {
             name: _number(loss, "evaluated", name)
@@ -129,8 +127,7 @@ def _number(loss: Tensor | float, call: str, name: str) -> float:
 def _scalar(loss: Tensor, call: str) -> Tensor:
     """The loss as one detached value. A DTensor is not gathered: not all ranks may tell theirs.
 
-    Raises:
-        LearnerError: this rank has only a part of it.
+    Raises LearnerError: this rank has only a part of it.
     """
     if is_sharded(loss) and not all(place.is_replicate() for place in loss.placements):  # type: ignore[attr-defined]
         argument = call.removesuffix(")").partition("(")[2].partition("=")[0]

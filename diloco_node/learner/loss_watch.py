@@ -36,11 +36,7 @@ class LossWatch:
         self._grad_norm.offer(grad_norm)
 
     def check(self, step: int, warn: Callable[[str], None]) -> None:
-        """Say what is wrong with loss or gradient norm.
-
-        Raises:
-            LearnerError: it was so too many times in a row.
-        """
+        """Say what is wrong with loss or gradient norm. Raises LearnerError: it was so too many times in a row."""
         for late, watch in self._watches:
             value = late.fresh()
             fault = "" if value is None else watch.seen(value)

@@ -41,8 +41,7 @@ def model_state(
         fragments: None: alone, and the state is the model's own. session: no version is applied while it is read here,
             also in another thread than the loop's.
 
-    Raises:
-        LearnerError: on another rank of a model that each rank holds, or not called by all that have to.
+    Raises LearnerError: on another rank of a model that each rank holds, or not called by all that have to.
     """
     is_cut = tensors.is_cut if fragments is None else not fragments.shards.is_first_whole
     if is_cut:

@@ -48,8 +48,7 @@ class RankExchange:
         Args:
             vector: shape (owned size,), float32, CPU: what this rank owns.
 
-        Returns:
-            Shape (fragment.size,), on rank 0.
+        Returns: shape (fragment.size,), on rank 0.
         """
         if self._rank:
             if vector.numel():
@@ -91,8 +90,7 @@ class RankExchange:
         Args:
             whole: shape (fragment.size,), float32, CPU, on rank 0; may become a part of what is returned.
 
-        Returns:
-            The values that this rank owns, and those that it follows: float32, CPU.
+        Returns: the values that this rank owns, and those that it follows: float32, CPU.
         """
         primary, replica = self._owned[index][self._rank], self._followed[index][self._rank]
         if self._is_copied[index]:
@@ -117,8 +115,7 @@ class RankExchange:
         Args:
             anchor: shape (owned size,): the anchor of what this rank owns.
 
-        Returns:
-            Shape (followed size,): of what it follows.
+        Returns: shape (followed size,): of what it follows.
         """
         replica_values = host_values(self._followed[index][self._rank].size)
         if self._is_copied[index]:

@@ -101,8 +101,7 @@ def first_line(error: RuntimeError) -> str:
 class Ranks:
     """This process's place among the ranks of its region; a region of one rank needs no torch.distributed.
 
-    Raises:
-        LearnerError: started by a launcher with more ranks than torch.distributed was initialised with.
+    Raises LearnerError: started by a launcher with more ranks than torch.distributed was initialised with.
     """
 
     def __init__(self) -> None:
@@ -134,8 +133,7 @@ class Ranks:
     def have_daemon(self, socket: str) -> bool:
         """Whether rank 0 has a daemon's `socket`; "" for none. All ranks call it.
 
-        Raises:
-            LearnerError: only another rank has one.
+        Raises LearnerError: only another rank has one.
         """
         flags = [bool(flag) for flag in self.all_bytes(b"1" if socket else b"")]
         if any(flags) and not flags[0]:
@@ -153,8 +151,7 @@ class Ranks:
                 fills in the others.
             fragments: P.
 
-        Raises:
-            LearnerError: another rank is gone.
+        Raises LearnerError: another rank is gone.
         """
         if self.size == 1:
             return boundary
@@ -198,8 +195,7 @@ class Ranks:
     def share_orders(self, orders: Orders, *, fragments: int) -> Orders:
         """Give rank 0's orders to every rank; the others' are ignored. All ranks have agreed that there are some.
 
-        Raises:
-            LearnerError: another rank is gone.
+        Raises LearnerError: another rank is gone.
         """
         if self.size == 1:
             return orders
@@ -240,8 +236,7 @@ class Ranks:
         Args:
             call: as the loop writes it.
 
-        Raises:
-            LearnerError: a rank does not come.
+        Raises LearnerError: a rank does not come.
         """
         if self.size == 1:
             return

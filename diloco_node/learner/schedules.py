@@ -72,8 +72,7 @@ def take_settings(
         before: as the script had made it in the life of the checkpoint (`script_settings`); empty: nobody knows.
         is_lowered: a kept schedule without a formula (`lowers_rates`) has changed the rate since then.
 
-    Returns:
-        Settings that the script has changed; and those that only its loop had changed, and may again.
+    Returns: settings that the script has changed; and those that only its loop had changed, and may again.
     """
     changes: Changes = {}
     drifts: Changes = {}

@@ -40,8 +40,7 @@ def as_one(optimizers: OptimizerArgument) -> torch.optim.Optimizer | None:
     Args:
         optimizers: one, several, or none; wrappers such as Accelerate's are looked into.
 
-    Raises:
-        LearnerError: one of them is no optimizer, or of a kind in `REFUSALS`.
+    Raises LearnerError: one of them is no optimizer, or of a kind in `REFUSALS`.
     """
     single: list[Any] = [] if optimizers is None else [optimizers]
     members = list(optimizers) if isinstance(optimizers, list | tuple) else single

@@ -79,11 +79,7 @@ class TokenCheck:
 
 
 def whole_tokens(tokens: Any) -> int:
-    """Return what a loop counts as the integer that every reader expects.
-
-    Raises:
-        LearnerError: it is none.
-    """
+    """Return what a loop counts as the integer that every reader expects. Raises LearnerError: it is none."""
     try:
         value = tokens.item() if hasattr(tokens, "item") else tokens  # of a tensor, or of NumPy's
         count = int(value)

@@ -68,8 +68,7 @@ def encode_rows(gradient: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
     Args:
         gradient: shape (blocks, 256), float32; used up.
 
-    Returns:
-        `EncodedRows.code_bytes` and `squares`, on the same device.
+    Returns: `EncodedRows.code_bytes` and `squares`, on the same device.
     """
     largest = (gradient.view(torch.int32) & _SIGNLESS).amax(1)
     is_flushed = largest < _FLUSH_BITS

@@ -241,8 +241,7 @@ class DeviceLane:
             base: shape (values,), float32, CPU, page-locked.
             blocks: of the fragment, of which this rank holds all.
 
-        Returns:
-            By number of the piece, in the room's memory.
+        Returns: by number of the piece, in the room's memory.
         """
         if self._may_encode:
             try:

@@ -98,8 +98,8 @@ class ShardMap:
     Attributes:
         ranks: how many.
 
-    Raises:
-        LearnerError: boxes overlap without being equal, lie outside of their tensor, or leave a part of it to nobody.
+    Raises LearnerError: boxes overlap without being equal, lie outside of their tensor, or leave a part of it to
+    nobody.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], holdings: Sequence[Mapping[str, Iterable[Box]]]) -> None:
@@ -177,8 +177,7 @@ def agreed(documents: Sequence[bytes]) -> tuple[tuple[TensorSpec, ...], ShardMap
     Args:
         documents: of `describe`, by rank.
 
-    Raises:
-        LearnerError: they do not make one model.
+    Raises LearnerError: they do not make one model.
     """
     specs: dict[str, tuple[TensorSpec, int]] = {}
     holdings: list[dict[str, list[Box]]] = []

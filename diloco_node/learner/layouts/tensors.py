@@ -110,9 +110,8 @@ class ModelTensors:
             hold besides the model.
         unknown: what is wrong with patterns, rules and masters that nothing here fits. Another rank may have it.
 
-    Raises:
-        LearnerError: a parameter is sharded in a way that can't be followed, has no memory, or is of a type that can't
-            be merged.
+    Raises LearnerError: a parameter is sharded in a way that can't be followed, has no memory, or is of a type that
+    can't be merged.
     """
 
     def __init__(
