@@ -90,7 +90,7 @@ class StepBoundaries:
         with session.boundary() if session is not None else contextlib.nullcontext():
             orders = session.orders() if session is not None and boundary.has_orders else NO_ORDERS
             if boundary.has_orders:
-                orders = self.ranks.share_orders(orders, fragments=count)
+                orders = self.ranks.share_orders(orders)
             if look is not None:
                 fragments.step += 1
                 fragments.tokens += boundary.tokens
