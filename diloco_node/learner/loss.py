@@ -50,11 +50,6 @@ class LateLoss:
             # The copy is in the stream of the loss's device, which need not be the current one.
             self._event = record_event(loss.device)
 
-    @property
-    def is_coming(self) -> bool:
-        """Whether one is on its way: the next one that is offered may be left out."""
-        return self._event is not None
-
     def newest(self) -> float | None:
         """The last one that is here; None before there is one, or if it is not finite."""
         if self._event is not None and self._host is not None and self._event.query():
