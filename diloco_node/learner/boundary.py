@@ -220,8 +220,7 @@ class StepBoundaries:
 
         All ranks call it.
 
-        Args:
-            deadline_s: monotonic.
+        deadline_s: monotonic.
         """
         session, notice_s, hope_s = self.session, -math.inf, time.monotonic()
         while True:

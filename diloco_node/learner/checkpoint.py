@@ -246,8 +246,7 @@ class CheckpointWriter:
         """Copy everything now, write it later. Not while `is_busy`: the copies are reused. `whole`: see
         `write_checkpoint`.
 
-        Args:
-            is_waiting: also for memory, which takes seconds where there is none yet.
+        is_waiting: also for memory, which takes seconds where there is none yet.
 
         Returns: whether it was copied. If not, the memory for copies from a GPU is being made: ask again when not
         `is_busy`.

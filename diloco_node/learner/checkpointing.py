@@ -131,8 +131,7 @@ class Checkpointing:
     ) -> Checkpoint | None:
         """Begin with one checkpoint; None on all ranks if one of its files is of no use.
 
-        Args:
-            viewers: its files, by rank, and the lowest rank that sees each.
+        viewers: its files, by rank, and the lowest rank that sees each.
         """
         checkpoints = {
             name: read_usable(folder / name.text, manifest_digest)

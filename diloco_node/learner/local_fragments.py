@@ -188,8 +188,7 @@ class LearnerFragments:
     def gathered(self, vectors: list[Tensor]) -> list[Tensor] | None:
         """Whole fragments on rank 0, None elsewhere. All ranks call it, but where rank 0 owns all.
 
-        Args:
-            vectors: `global_vectors` or `own_vectors` of each rank.
+        vectors: `global_vectors` or `own_vectors` of each rank.
         """
         whole = [self.gather(index, vector) for index, vector in enumerate(vectors)]
         return [vector for vector in whole if vector is not None] if self._is_first else None

@@ -18,8 +18,7 @@ from diloco_node.learner.layouts.tensors import is_sharded, local_part
 class LateLoss:
     """The loss of a step not long ago, read without waiting for the device.
 
-    Args:
-        name: for errors.
+    name: for errors.
     """
 
     def __init__(self, name: str = "loss") -> None:
@@ -90,8 +89,7 @@ class HeldOutLosses:
     ) -> HeldOutLosses:
         """Read the losses of an evaluation at this step; waits for their devices.
 
-        Args:
-            warn: told of losses that are not finite, which are left out.
+        warn: told of losses that are not finite, which are left out.
 
         Raises LearnerError: one is no number, or this rank has only a part of it.
         """

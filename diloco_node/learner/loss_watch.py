@@ -17,8 +17,7 @@ log = logging.getLogger("diloco_node.learner")
 class LossWatch:
     """The newest loss and gradient norm, each with the range that it usually has.
 
-    Args:
-        is_rolling_back: values far outside of their range end the learner, too, not only those that are not finite.
+    is_rolling_back: values far outside of their range end the learner, too, not only those that are not finite.
     """
 
     def __init__(self, *, is_rolling_back: bool) -> None:

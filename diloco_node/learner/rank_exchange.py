@@ -23,8 +23,7 @@ from diloco_node.learner.ranks import among_ranks
 class RankExchange:
     """The exchange of fragments between rank 0 and the others.
 
-    Args:
-        group: Gloo, of all ranks. rank: this one's. shards: who holds what. manifest: how the model is cut.
+    group: Gloo, of all ranks. rank: this one's. shards: who holds what. manifest: how the model is cut.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, shards: ShardMap, manifest: Manifest) -> None:
@@ -45,8 +44,7 @@ class RankExchange:
     def gather(self, index: int, vector: Tensor) -> Tensor | None:
         """Rank 0 gets the whole fragment.
 
-        Args:
-            vector: shape (owned size,), float32, CPU: what this rank owns.
+        vector: shape (owned size,), float32, CPU: what this rank owns.
 
         Returns: shape (fragment.size,), on rank 0.
         """
@@ -87,8 +85,7 @@ class RankExchange:
     def scatter(self, index: int, whole: Tensor | None) -> tuple[Tensor, Tensor]:
         """Every rank gets its part of a fragment.
 
-        Args:
-            whole: shape (fragment.size,), float32, CPU, on rank 0; may become a part of what is returned.
+        whole: shape (fragment.size,), float32, CPU, on rank 0; may become a part of what is returned.
 
         Returns: the values that this rank owns, and those that it follows: float32, CPU.
         """
@@ -112,8 +109,7 @@ class RankExchange:
     def share_anchor(self, index: int, anchor: Tensor) -> Tensor:
         """Followers get from owners what their own steps are measured from.
 
-        Args:
-            anchor: shape (owned size,): the anchor of what this rank owns.
+        anchor: shape (owned size,): the anchor of what this rank owns.
 
         Returns: shape (followed size,): of what it follows.
         """

@@ -223,8 +223,7 @@ class Ranks:
     def meet(self, call: str) -> None:
         """Wait for all ranks to come to the same call, for a bounded time.
 
-        Args:
-            call: as the loop writes it.
+        call: as the loop writes it.
 
         Raises LearnerError: a rank does not come.
         """

@@ -32,8 +32,7 @@ class Conditions:
     def heal(self, scope: Scope) -> int:
         """Take cuts and changes back.
 
-        Args:
-            scope: a region alone takes back everything that names it, at either end; else exactly this scope.
+        scope: a region alone takes back everything that names it, at either end; else exactly this scope.
 
         Returns: how many were taken back; 0 when there were none.
 
@@ -87,8 +86,7 @@ class _Step:
 class Timetable:
     """The outages of a file on a clock. `wake_at_ns` says when `advance` is next due; None when nothing is left.
 
-    Args:
-        outages: by their start. started_ns: monotonic, what the file's times count from.
+    outages: by their start. started_ns: monotonic, what the file's times count from.
     """
 
     def __init__(self, outages: Sequence[Outage], *, started_ns: int) -> None:

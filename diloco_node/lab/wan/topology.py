@@ -209,8 +209,7 @@ def load_topology(file: FilePath) -> Topology:
 def parse_topology(text: str, *, name: str) -> Topology:
     """Check the text of a topology file.
 
-    Args:
-        text: TOML. name: what the topology is called in messages, and how its namespaces are called.
+    text: TOML. name: what the topology is called in messages, and how its namespaces are called.
 
     Raises ConfigError: see load_topology.
     """

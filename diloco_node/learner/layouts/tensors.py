@@ -209,8 +209,7 @@ class ModelTensors:
     def check_known(self, all_bytes: Callable[[bytes], list[bytes]]) -> None:
         """Raise LearnerError: a pattern, rule or master fits nothing on any rank.
 
-        Args:
-            all_bytes: the bytes of every rank, on every rank.
+        all_bytes: the bytes of every rank, on every rank.
         """
         absent = [set(json.loads(text)) for text in all_bytes(json.dumps(sorted(self.unknown)).encode())]
         if nowhere := sorted(set.intersection(*absent)):
@@ -230,8 +229,7 @@ class ModelTensors:
     def read(self, local: LocalFragment, out: Tensor) -> None:
         """Copy the values.
 
-        Args:
-            out: shape (part.size,), float32, CPU; overwritten.
+        out: shape (part.size,), float32, CPU; overwritten.
         """
         with torch.no_grad():
             sources = self.in_place(local.slabs)
@@ -245,8 +243,7 @@ class ModelTensors:
     def write(self, local: LocalFragment, values: Tensor) -> None:
         """Overwrite the values.
 
-        Args:
-            values: shape (part.size,), float32, CPU. Not changed.
+        values: shape (part.size,), float32, CPU. Not changed.
         """
         self.reshard()
         with torch.no_grad():
@@ -328,8 +325,7 @@ class ModelTensors:
     def own_state(self, *, is_kept: bool) -> dict[str, Tensor]:
         """The model's `state_dict()` in whole tensors on the CPU; copies. All ranks call it, where the model is cut.
 
-        Args:
-            is_kept: here; else {} is returned.
+        is_kept: here; else {} is returned.
         """
         return self._host_state(frozenset(), is_kept=is_kept)
 
@@ -349,8 +345,7 @@ class ModelTensors:
     def full_state(self, manifest: Manifest, vectors: list[Tensor], remainder: dict[str, Tensor]) -> dict[str, Tensor]:
         """The model's `state_dict()` with these values as the trainable parameters; on the CPU, parameter types.
 
-        Args:
-            manifest, vectors: all fragments and their values, float32, CPU. remainder: see `rest_of_state`.
+        manifest, vectors: all fragments and their values, float32, CPU. remainder: see `rest_of_state`.
         """
         values = {tensor.name: host_values(*tensor.shape) for tensor in manifest.tensors}
         for fragment, vector in zip(manifest.fragments, vectors, strict=True):
