@@ -24,7 +24,7 @@ from diloco_node.learner.pauses import announce_pause
 from diloco_node.learner.process_signals import TerminateFlag
 from diloco_node.learner.ranks import NO_ORDERS, Boundary, Orders, Ranks
 from diloco_node.learner.region_shards import HERE
-from diloco_node.wire.learner_link import Leaving
+from diloco_node.wire.learner_link import InitialState, Leaving
 
 COMING_WAIT_S: Final = 0.002
 """Between two boundaries without a step, while a version is on its way to other ranks."""
@@ -169,7 +169,7 @@ class StepBoundaries:
         if orders.wants_initial_state:
             fragments.write_initial_state()
             if session is not None:
-                session.initial_state_written()
+                session.link.send(InitialState())
         for offer in orders.offers:
             fragments.take(offer)
         for request in orders.requests:
@@ -242,4 +242,4 @@ class StepBoundaries:
         """For an order, where no step is under way; less while a version is on its way, or orders wait for room."""
         if self.session is not None:
             is_soon = self.fragments.arriving or self.session.link.waiting_commands
-            self.session.wait(min(at_most_s, COMING_WAIT_S) if is_soon else at_most_s)
+            self.session.link.wait(min(at_most_s, COMING_WAIT_S) if is_soon else at_most_s)

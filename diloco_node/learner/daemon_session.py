@@ -42,7 +42,6 @@ from diloco_node.wire.learner_link import (
     Done,
     EndWanted,
     Failed,
-    InitialState,
     OfferApplied,
     Report,
     RunAdvanced,
@@ -364,10 +363,6 @@ class LearnerSession:
                 self.run_clock.told(command.global_step, command.run_part)
                 self.hold_reason = command.reason
 
-    def initial_state_written(self) -> None:
-        """Theta_0 lies in the version area."""
-        self.link.send(InitialState())
-
     def reply(self, answer: Answer) -> None:
         """Tell the daemon what was carried out; not of an offer that another daemon made."""
         if isinstance(answer, OfferApplied):
@@ -412,10 +407,6 @@ class LearnerSession:
             sync_every, self._is_news_old = self.welcome.sync_every, False
             self._news_step = next_news_step(self.fragments.positions, self._told_step, sync_every=sync_every)
         return self._news_step is not None and self.fragments.step >= self._news_step
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for a command from the daemon."""
-        self.link.wait(timeout_s)
 
     def close(self, last: Done | Failed | None, *, has_stop: bool) -> None:
         """Say the last word, and let go of everything. has_stop: a signal asked this process, or another rank's, to

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
@@ -314,28 +314,18 @@ class ModelTensors:
             ]
         )
 
-    def rest_of_state(self, *, is_kept: bool) -> dict[str, Tensor]:
-        """Copy the entries of `state_dict()` that are not merged: buffers and frozen parameters.
-
-        All ranks call it, where frozen parameters are sharded. For `is_kept` and the copies see `own_state`.
-        """
-        merged_names = {name for names in self._names_of.values() if names[0] in self._tracked for name in names}
-        return self._host_state(merged_names, is_kept=is_kept)
-
-    def own_state(self, *, is_kept: bool) -> dict[str, Tensor]:
+    def host_state(self, *, is_whole: bool, is_kept: bool) -> dict[str, Tensor]:
         """The model's `state_dict()` in whole tensors on the CPU; copies. All ranks call it, where the model is cut.
 
-        is_kept: here; else {} is returned.
+        is_whole: else without what is merged: buffers and frozen parameters are left. is_kept: here; else {} is
+        returned.
         """
-        return self._host_state(frozenset(), is_kept=is_kept)
-
-    def _host_state(self, left_out: Collection[str], *, is_kept: bool) -> dict[str, Tensor]:
-        """One tensor at a time: a device that trains has no room for the whole model, even for a moment."""
+        merged_names = {name for names in self._names_of.values() if names[0] in self._tracked for name in names}
         state: dict[str, Tensor] = {}
         for name, value in by_plain_name(self.model.state_dict(), self.model).items():
-            if name in left_out:
+            if name in merged_names and not is_whole:
                 continue
-            whole = value.detach()
+            whole = value.detach()  # one at a time: a device that trains has no room for the whole model
             if is_sharded(whole):
                 whole = whole.full_tensor()  # all ranks, also those that keep nothing
             if is_kept:
@@ -345,7 +335,7 @@ class ModelTensors:
     def full_state(self, manifest: Manifest, vectors: list[Tensor], remainder: dict[str, Tensor]) -> dict[str, Tensor]:
         """The model's `state_dict()` with these values as the trainable parameters; on the CPU, parameter types.
 
-        manifest, vectors: all fragments and their values, float32, CPU. remainder: see `rest_of_state`.
+        manifest, vectors: all fragments and their values, float32, CPU. remainder: of `host_state`, what is not merged.
         """
         values = {tensor.name: host_values(*tensor.shape) for tensor in manifest.tensors}
         for fragment, vector in zip(manifest.fragments, vectors, strict=True):
