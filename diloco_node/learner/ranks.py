@@ -24,6 +24,7 @@ from diloco_node.wire.learner_link import (
     TO_LEARNER,
     ShardsGiven,
     SnapshotRequested,
+    ToLearner,
     VersionOffered,
     frame,
     take_frames,
@@ -207,7 +208,9 @@ class Ranks:
         """
         if self.size == 1:
             return orders
-        messages = (*orders.requests, *orders.offers, *([] if orders.deal is None else [orders.deal]))
+        messages: list[ToLearner] = [*orders.requests, *orders.offers]
+        if orders.deal is not None:
+            messages.append(orders.deal)
         frames = b"".join(frame(TO_LEARNER.encode(message)) for message in messages)
         body = self.share_bytes(_ORDERS_HEAD.pack(orders.wants_initial_state, orders.carry_steps_limit) + frames)
         wants_initial_state, carry_steps_limit = _ORDERS_HEAD.unpack_from(body)
