@@ -44,6 +44,7 @@ from link import RUN, Receiver, run_loop
 from diloco_node.core.messages import BulkHeader, Payload
 from diloco_node.errors import LinkLost
 from diloco_node.lab.wan import emulation
+from diloco_node.lab.wan.control import request
 from diloco_node.lab.wan.emulation_state import EmulationState
 from diloco_node.lab.wan.namespaces import Place
 from diloco_node.lab.wan.tun import inside
@@ -308,12 +309,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for _ in range(options.turns):
                 turn: dict[str, dict[str, float]] = {}
                 for arm, count in arms(options):
-                    before = emulation.command(state, {"do": "status"})
+                    before = request(state.socket, {"do": "status"})
                     if arm == IPERF:
                         one = run_iperf(state.places(), spans, options.streams)
                     else:
                         one = run_grpc(arm, folder, state.places(), spans, count)
-                    turn[f"{arm} {count}".strip()] = one | _router(before, emulation.command(state, {"do": "status"}))
+                    turn[f"{arm} {count}".strip()] = one | _router(before, request(state.socket, {"do": "status"}))
                 turns.append(turn)
     return {
         "rate": options.rate,

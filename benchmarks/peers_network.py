@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_node.lab.wan import emulation
+from diloco_node.lab.wan.control import request
 from diloco_node.lab.wan.emulation_state import EmulationState
 from diloco_node.lab.wan.namespaces import Place, create, remove
 
@@ -49,14 +50,14 @@ class Network:
             text = run_inside(self.places[0], "cat", "/proc/net/dev")
             line = next(line for line in text.splitlines() if line.strip().startswith("lo:"))
             return {"bytes": float(line.split(":")[1].split()[8]), "router_cpu": 0.0, "late": 0.0}
-        status = emulation.command(self.state, {"do": "status"})
+        status = request(self.state.socket, {"do": "status"})
         passed = sum(pair["bytes_passed"] for pair in status["pairs"])
         return {"bytes": passed, "router_cpu": status["cpu_seconds"], "late": status["packets_late"]}
 
     def order(self, verb: str) -> None:
         """Cut the last region off, or heal it."""
         assert self.state is not None
-        emulation.command(self.state, {"do": verb, "region": self.places[-1].region})
+        request(self.state.socket, {"do": verb, "region": self.places[-1].region})
 
 
 def run_inside(place: Place, *command: str) -> str:

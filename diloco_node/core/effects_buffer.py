@@ -38,7 +38,7 @@ class EffectBuffer:
         """Add a line that says why."""
         self._effects.append(Note(kind, text, fragment, version, is_alarm))
 
-    def note_change(self, topic: str, state: str, text: str, *, fragment: int = -1, version: int = -1) -> None:
+    def note_change(self, topic: str, state: str, text: str, *, fragment: int = -1) -> None:
         """Add a line only when the state of its topic has changed.
 
         topic: few and fixed, for each is remembered; also the kind of the note. state: `text` without its changing
@@ -49,7 +49,7 @@ class EffectBuffer:
             return
         self._last_noted[key] = state
         if state:
-            self.note(topic, text, fragment=fragment, version=version)
+            self.note(topic, text, fragment=fragment)
 
     def take(self) -> list[Effect]:
         """Everything since the last call, in order."""

@@ -21,7 +21,7 @@ from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.roster import Authority, no_authority
 from diloco_node.core.ledger.summary import decode_summary, summed_roster
 from diloco_node.core.membership.farewell import Farewell
-from diloco_node.core.membership.liveness import SILENT_HEARTBEATS, Liveness
+from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.membership.replacement import DiskReplacement, incarnation_min
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import due_fragments
@@ -63,7 +63,7 @@ class RegionCore:
         recovered: what the disk held at start.
         seed: of the election timeouts. secret: at random; of the nonces of audits.
         now_ns: monotonic time.
-        silent_heartbeats: after so many without a word a region counts as gone. authority: of the run, see `roster`.
+        authority: of the run, see `roster`.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class RegionCore:
         seed: int,
         secret: bytes,
         now_ns: int,
-        silent_heartbeats: int = SILENT_HEARTBEATS,
         authority: Authority = no_authority,
     ) -> None:
         self._region, self._manifest = region, manifest
@@ -109,7 +108,6 @@ class RegionCore:
             regions=self.history.roster.names,
             heartbeat_ns=settings.heartbeat_ns,
             effects=self._effects,
-            silent_heartbeats=silent_heartbeats,
         )
         context = RoundContext(
             region=region,

@@ -25,8 +25,7 @@ class AutoStep:
         optimizer: the one below wrappers.
         is_stepping: the optimizer has just made a step, and it is being told.
 
-    Raises:
-        LearnerError: there is no optimizer, or there are several.
+    Raises LearnerError: there is no optimizer, or there are several.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

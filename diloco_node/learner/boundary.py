@@ -24,7 +24,7 @@ from diloco_node.learner.pauses import announce_pause
 from diloco_node.learner.process_signals import TerminateFlag
 from diloco_node.learner.ranks import NO_ORDERS, Boundary, Orders, Ranks
 from diloco_node.learner.region_shards import HERE
-from diloco_node.wire.learner_link import Leaving
+from diloco_node.wire.learner_link import InitialState, Leaving
 
 COMING_WAIT_S: Final = 0.002
 """Between two boundaries without a step, while a version is on its way to other ranks."""
@@ -71,8 +71,8 @@ class StepBoundaries:
             look: called before anything of the model is sent or changed, with whether something may be. Later orders of
                 the daemon wait for the next boundary: nothing is merged that was not looked at.
 
-        Raises:
-            LearnerError: parameters are not finite, the optimizer undid a version, or the daemon refuses this learner.
+        Raises LearnerError: parameters are not finite, the optimizer undid a version, or the daemon refuses this
+        learner.
         """
         fragments, session, count = self.fragments, self.session, len(self.fragments.positions)
         has_orders = session is not None and session.hear()
@@ -90,7 +90,7 @@ class StepBoundaries:
         with session.boundary() if session is not None else contextlib.nullcontext():
             orders = session.orders() if session is not None and boundary.has_orders else NO_ORDERS
             if boundary.has_orders:
-                orders = self.ranks.share_orders(orders, fragments=count)
+                orders = self.ranks.share_orders(orders)
             if look is not None:
                 fragments.step += 1
                 fragments.tokens += boundary.tokens
@@ -110,8 +110,7 @@ class StepBoundaries:
     def cross_step(self, tokens: int, look: Look) -> Boundary:
         """Cross the boundary of a step, and wait there as long as further steps are of no use.
 
-        Raises:
-            LearnerError: as `cross`.
+        Raises LearnerError: as `cross`.
         """
         own = HERE.own
         boundary = last = self.cross(tokens, look)
@@ -170,7 +169,7 @@ class StepBoundaries:
         if orders.wants_initial_state:
             fragments.write_initial_state()
             if session is not None:
-                session.initial_state_written()
+                session.link.send(InitialState())
         for offer in orders.offers:
             fragments.take(offer)
         for request in orders.requests:
@@ -205,8 +204,7 @@ class StepBoundaries:
     def settle(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> Iterator[Boundary]:
         """Boundaries for some time, by rank 0's clock, or `until` it says so there. All ranks are in it.
 
-        Raises:
-            LearnerError: other ranks are not.
+        Raises LearnerError: other ranks are not.
         """
         self.ranks.meet("settle()")
         deadline_s = time.monotonic() + seconds
@@ -222,8 +220,7 @@ class StepBoundaries:
 
         All ranks call it.
 
-        Args:
-            deadline_s: monotonic.
+        deadline_s: monotonic.
         """
         session, notice_s, hope_s = self.session, -math.inf, time.monotonic()
         while True:
@@ -245,4 +242,4 @@ class StepBoundaries:
         """For an order, where no step is under way; less while a version is on its way, or orders wait for room."""
         if self.session is not None:
             is_soon = self.fragments.arriving or self.session.link.waiting_commands
-            self.session.wait(min(at_most_s, COMING_WAIT_S) if is_soon else at_most_s)
+            self.session.link.wait(min(at_most_s, COMING_WAIT_S) if is_soon else at_most_s)

@@ -160,8 +160,7 @@ class Checkpoint:
     def from_parts(cls, document: str, tensors: dict[str, Tensor]) -> Checkpoint:
         """From `document` and the tensors.
 
-        Raises:
-            LearnerError: another format. KeyError, TypeError, ValueError: not ours.
+        Raises LearnerError: another format. KeyError, TypeError, ValueError: not ours.
         """
         fields = json.loads(document)
         if fields["format"] != FORMAT:
@@ -187,8 +186,7 @@ class Checkpoint:
             rng: also the random generators; not on ranks other than the one that saved.
             siblings: what other ranks have kept of the optimizer.
 
-        Raises:
-            LearnerError: the optimizer, or one of the stateful parts, is not what was saved.
+        Raises LearnerError: the optimizer, or one of the stateful parts, is not what was saved.
         """
         try:
             if optimizer is not None and self.optimizer:
@@ -248,14 +246,12 @@ class CheckpointWriter:
         """Copy everything now, write it later. Not while `is_busy`: the copies are reused. `whole`: see
         `write_checkpoint`.
 
-        Args:
-            is_waiting: also for memory, which takes seconds where there is none yet.
+        is_waiting: also for memory, which takes seconds where there is none yet.
 
-        Returns:
-            Whether it was copied. If not, the memory for copies from a GPU is being made: ask again when not `is_busy`.
+        Returns: whether it was copied. If not, the memory for copies from a GPU is being made: ask again when not
+        `is_busy`.
 
-        Raises:
-            LearnerError: a state holds what can't be kept.
+        Raises LearnerError: a state holds what can't be kept.
         """
         assert not self.is_busy
         begun_s = time.monotonic()
@@ -359,9 +355,8 @@ def write_checkpoint(
         whole: age of the newest one that is known to have the files of all ranks: it stays. A single
             rank may fail to write, time after time.
 
-    Raises:
-        OSError, SafetensorError: the disk.
-        LearnerError: the optimizer state is not finite; a restart from it would only diverge again.
+    Raises OSError, SafetensorError: the disk. LearnerError: the optimizer state is not finite; a restart from it would
+    only diverge again.
     """
     for name, tensor in checkpoint.tensors.items():
         is_optimizers = not name.startswith(f"{_STATEFUL}.")
@@ -421,11 +416,7 @@ def read_usable(path: Path, manifest_digest: str) -> Checkpoint | None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and verify one file.
-
-    Raises:
-        LearnerError: it is damaged.
-    """
+    """Read and verify one file. Raises LearnerError: it is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

@@ -98,11 +98,9 @@ class Checkpointing:
     ) -> TrainingProgress:
         """Optimizer and `stateful` from the region's last checkpoint, on every rank; parameters come from the run.
 
-        Returns:
-            Where it was written; NO_PROGRESS if there is none.
+        Returns: where it was written; NO_PROGRESS if there is none.
 
-        Raises:
-            LearnerError: the checkpoint does not fit this training script, or only some ranks want one.
+        Raises LearnerError: the checkpoint does not fit this training script, or only some ranks want one.
         """
         wishes = ranks.all_bytes(b"1" if self._every_s > 0 else b"")
         if not all(wishes):
@@ -133,8 +131,7 @@ class Checkpointing:
     ) -> Checkpoint | None:
         """Begin with one checkpoint; None on all ranks if one of its files is of no use.
 
-        Args:
-            viewers: its files, by rank, and the lowest rank that sees each.
+        viewers: its files, by rank, and the lowest rank that sees each.
         """
         checkpoints = {
             name: read_usable(folder / name.text, manifest_digest)

@@ -36,8 +36,7 @@ class ContributionArea:
     def warm_up(self, *, is_gathered: bool) -> None:
         """Load or compile the kernel now, not beside the first steps.
 
-        Args:
-            is_gathered: `encode_difference` will be called: it gets its zeros.
+        is_gathered: `encode_difference` will be called: it gets its zeros.
         """
         smallest = min(self.blocks, key=lambda blocks: blocks.values)
         zeros = np.zeros(smallest.values, np.float32)
@@ -48,11 +47,9 @@ class ContributionArea:
     def encode(self, index: int, base: F32, theta: F32, rows: Mapping[int, EncodedRows] | None = None) -> F64:
         """Encode `base - theta` of fragment `index`; returns the squared norms of its pieces.
 
-        Args:
-            rows: by number of the piece what a device has encoded of it.
+        rows: by number of the piece what a device has encoded of it.
 
-        Raises:
-            PayloadCorrupt: a value is not finite. LearnerError: so a device says, and it is not so.
+        Raises PayloadCorrupt: a value is not finite. LearnerError: so a device says, and it is not so.
         """
         start, blocks = self._starts[index], self.blocks[index]
         out = self._area[start : start + blocks.encoded_bytes]

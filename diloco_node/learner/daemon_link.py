@@ -24,7 +24,6 @@ from typing import Final
 from diloco_node.backoff import Backoff
 from diloco_node.errors import DilocoError, LearnerError, LinkLost, ProtocolViolation
 from diloco_node.wire.learner_link import (
-    LENGTH_BYTES,
     TO_DAEMON,
     TO_LEARNER,
     Attach,
@@ -34,7 +33,7 @@ from diloco_node.wire.learner_link import (
     ToLearner,
     Welcome,
     frame,
-    frame_length,
+    take_frames,
 )
 
 QUEUE_MAX: Final = 8192
@@ -131,8 +130,7 @@ class LearnerLink:
     def commands(self) -> Iterator[ToLearner]:
         """Return the daemon's commands since the last time, oldest first. Call with `lock` held.
 
-        Raises:
-            LearnerError: the daemon refused this process for good.
+        Raises LearnerError: the daemon refused this process for good.
         """
         self._arrived.clear()
         if self._failure is not None:
@@ -230,7 +228,7 @@ class LearnerLink:
                 self._send_queued(connection)
 
     def _receive(self, buffer: bytearray) -> None:
-        for body in _frames(buffer):
+        for body in take_frames(buffer):
             message = TO_LEARNER.decode(body)
             if isinstance(message, Refuse):
                 self._refused(message)
@@ -272,14 +270,3 @@ class LearnerLink:
         data = b"".join(bodies)
         if data:
             connection.sendall(data)
-
-
-def _frames(buffer: bytearray) -> Iterator[bytes]:
-    """Take whole frames from the front."""
-    while len(buffer) >= LENGTH_BYTES:
-        end = LENGTH_BYTES + frame_length(bytes(buffer[:LENGTH_BYTES]))
-        if len(buffer) < end:
-            return
-        body = bytes(buffer[LENGTH_BYTES:end])
-        del buffer[:end]
-        yield body

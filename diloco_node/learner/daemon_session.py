@@ -42,7 +42,6 @@ from diloco_node.wire.learner_link import (
     Done,
     EndWanted,
     Failed,
-    InitialState,
     OfferApplied,
     Report,
     RunAdvanced,
@@ -151,8 +150,7 @@ class LearnerSession:
     def join(self, is_stopping: Callable[[], bool]) -> Welcome | None:
         """Wait for the daemon's Welcome. None if `is_stopping` says so first.
 
-        Raises:
-            LearnerError: the daemon refuses this learner, or cuts the model in another way.
+        Raises LearnerError: the daemon refuses this learner, or cuts the model in another way.
         """
         noted_s = time.monotonic()
         while True:
@@ -169,8 +167,7 @@ class LearnerSession:
     def hear(self) -> bool:
         """Take in what the daemon has told: `stop_reason`, `run_clock`. Returns whether it has asked for something.
 
-        Raises:
-            LearnerError: the daemon refuses this learner.
+        Raises LearnerError: the daemon refuses this learner.
         """
         if not self.link.may_have_commands:
             return self._wants_initial_state
@@ -308,8 +305,7 @@ class LearnerSession:
     def boundary(self) -> Iterator[None]:
         """Within it `orders` are taken and carried out: the link does not describe the learner meanwhile.
 
-        Raises:
-            LearnerError: parameters are not finite.
+        Raises LearnerError: parameters are not finite.
         """
         with self.link.lock:
             yield
@@ -367,10 +363,6 @@ class LearnerSession:
                 self.run_clock.told(command.global_step, command.run_part)
                 self.hold_reason = command.reason
 
-    def initial_state_written(self) -> None:
-        """Theta_0 lies in the version area."""
-        self.link.send(InitialState())
-
     def reply(self, answer: Answer) -> None:
         """Tell the daemon what was carried out; not of an offer that another daemon made."""
         if isinstance(answer, OfferApplied):
@@ -416,10 +408,6 @@ class LearnerSession:
             self._news_step = next_news_step(self.fragments.positions, self._told_step, sync_every=sync_every)
         return self._news_step is not None and self.fragments.step >= self._news_step
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for a command from the daemon."""
-        self.link.wait(timeout_s)
-
     def close(self, last: Done | Failed | None, *, has_stop: bool) -> None:
         """Say the last word, and let go of everything. has_stop: a signal asked this process, or another rank's, to
         stop."""
@@ -441,8 +429,7 @@ class LearnerSession:
 def join(session: LearnerSession | None, ranks: Ranks, is_stopping: Callable[[], bool]) -> Welcome | None:
     """The daemon's Welcome on every rank; only rank 0 has a session. None if `is_stopping` says so first.
 
-    Raises:
-        LearnerError: as `LearnerSession.join`.
+    Raises LearnerError: as `LearnerSession.join`.
     """
     welcome = session.join(is_stopping) if session is not None else None
     body = ranks.share_bytes(b"" if welcome is None else TO_LEARNER.encode(welcome))

@@ -38,8 +38,7 @@ class FirstParameters:
         tensors: the model's. fragments, shards: how it is cut. ranks: of this region.
         welcome: of the daemon. It has digests of the fragments that the run began with, or none to compare with.
 
-    Raises:
-        LearnerError: the run is to begin with these parameters, and they are not finite.
+    Raises LearnerError: the run is to begin with these parameters, and they are not finite.
     """
 
     def __init__(

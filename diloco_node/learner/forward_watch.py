@@ -64,8 +64,7 @@ def _first(items: Iterable[Any], depth: int) -> tuple[str, Tensor] | None:
 class ForwardWatch:
     """Hooks that count the model's inputs and take its loss.
 
-    Args:
-        model: the module that the loop calls, or one that each of its calls passes through.
+    model: the module that the loop calls, or one that each of its calls passes through.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -37,8 +37,7 @@ def generator_states() -> dict[str, Any]:
 def restore_generators(states: Mapping[str, Any]) -> None:
     """Put them back; devices that are not here are passed over.
 
-    Raises:
-        ValueError, TypeError, KeyError: they are none of `generator_states`.
+    Raises ValueError, TypeError, KeyError: they are none of `generator_states`.
     """
     if "python" in states:
         random.setstate(states["python"])
@@ -90,8 +89,7 @@ class KeptGenerator:
 def as_stateful(name: str, component: object) -> Any:
     """Return a part of `stateful` as one that has `state_dict` and `load_state_dict`.
 
-    Raises:
-        LearnerError: it can't be kept.
+    Raises LearnerError: it can't be kept.
     """
     if isinstance(component, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
         return KeptGenerator(component)

@@ -188,8 +188,7 @@ class LearnerFragments:
     def gathered(self, vectors: list[Tensor]) -> list[Tensor] | None:
         """Whole fragments on rank 0, None elsewhere. All ranks call it, but where rank 0 owns all.
 
-        Args:
-            vectors: `global_vectors` or `own_vectors` of each rank.
+        vectors: `global_vectors` or `own_vectors` of each rank.
         """
         whole = [self.gather(index, vector) for index, vector in enumerate(vectors)]
         return [vector for vector in whole if vector is not None] if self._is_first else None
@@ -219,9 +218,8 @@ class LearnerFragments:
     def snapshot(self, request: SnapshotRequested) -> Answer | None:
         """Copy a fragment and have it encoded.
 
-        Returns:
-            The answer if it is known at once (denied, or the same snapshot as before), else None: it comes by `answer`,
-            after `encode_taken`.
+        Returns: the answer if it is known at once (denied, or the same snapshot as before), else None: it comes by
+        `answer`, after `encode_taken`.
         """
         self._worker.check()
         previous = self._snapshots.get(request.fragment)
@@ -322,8 +320,7 @@ class LearnerFragments:
 
         The values stay as they are while they are base.
 
-        Raises:
-            LearnerError: the daemon names a snapshot that this learner does not have.
+        Raises LearnerError: the daemon names a snapshot that this learner does not have.
         """
         index = offer.fragment
         if values is None:
@@ -355,8 +352,7 @@ class LearnerFragments:
     def finish_reading(self) -> None:
         """Wait until no slot is read but that of a base: another daemon may write there then.
 
-        Raises:
-            LearnerError: the worker has ended.
+        Raises LearnerError: the worker has ended.
         """
         if self._incoming:
             self._worker.drain()
@@ -381,11 +377,9 @@ class LearnerFragments:
 
         A version that the learner already has, or an older one, changes nothing.
 
-        Returns:
-            The answer for the daemon.
+        Returns: the answer for the daemon.
 
-        Raises:
-            LearnerError: the daemon names a snapshot that this learner does not have.
+        Raises LearnerError: the daemon names a snapshot that this learner does not have.
         """
         incoming, position = self._incoming.pop(index), self.positions[index]
         offer, version = incoming.offered, incoming.offered.version
@@ -451,8 +445,7 @@ class LearnerFragments:
     def verify(self) -> None:
         """At a boundary, before anything is applied: are the values of the last one still there?
 
-        Raises:
-            LearnerError: the optimizer undid them.
+        Raises LearnerError: the optimizer undid them.
         """
         self.revert.verify()
 

@@ -61,8 +61,7 @@ RUN_MODULE: Final = "diloco_node.learner.attach"
 class LoopState:
     """A search for state of the loop that no checkpoint has.
 
-    Args:
-        tensors: the model's. stateful: what a checkpoint keeps. warn: tells people. optimizer: is kept as well.
+    tensors: the model's. stateful: what a checkpoint keeps. warn: tells people. optimizer: is kept as well.
     """
 
     def __init__(

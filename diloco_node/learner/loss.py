@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from diloco_node.errors import LearnerError
-from diloco_node.learner.layouts.device import has_streams, record_event
+from diloco_node.learner.layouts.device import LateNumbers, has_streams
 from diloco_node.learner.layouts.tensors import is_sharded, local_part
 
 
 class LateLoss:
     """The loss of a step not long ago, read without waiting for the device.
 
-    Args:
-        name: for errors.
+    name: for errors.
     """
 
     def __init__(self, name: str = "loss") -> None:
@@ -28,14 +27,12 @@ class LateLoss:
         self._unread: float | None = None
         # Page-locked; made at the first loss on a device, and not written before it was read.
         self._host: Tensor | None = None
-        # Comes when the loss is in `_host`; None while none is on its way.
-        self._event: Any = None
+        self._coming: LateNumbers | None = None
 
     def offer(self, loss: Tensor | float | None) -> None:
         """A step has this one; of several values the mean. It waits behind a loss still on its way from a device.
 
-        Raises:
-            LearnerError: it is no number, or this rank has only a part of it.
+        Raises LearnerError: it is no number, or this rank has only a part of it.
         """
         if loss is None:
             return
@@ -44,23 +41,16 @@ class LateLoss:
             loss = _scalar(loss, f"step({self._name}=...)")
         if not isinstance(loss, Tensor) or not has_streams(loss.device):
             self._take(_number(loss, "step", self._name))
-        elif self._event is None:
+        elif self._coming is None:
             if self._host is None:
-                self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
-            self._host.copy_(loss, non_blocking=True)
-            # The copy is in the stream of the loss's device, which need not be the current one.
-            self._event = record_event(loss.device)
-
-    @property
-    def is_coming(self) -> bool:
-        """Whether one is on its way: the next one that is offered may be left out."""
-        return self._event is not None
+                self._host = torch.empty(1, dtype=torch.float32, device="cpu", pin_memory=True)
+            self._coming = LateNumbers(loss.reshape(1), self._host)
 
     def newest(self) -> float | None:
         """The last one that is here; None before there is one, or if it is not finite."""
-        if self._event is not None and self._host is not None and self._event.query():
-            self._take(float(self._host))
-            self._event = None
+        if self._coming is not None and (numbers := self._coming.read()) is not None:
+            self._take(numbers[0])
+            self._coming = None
         return self._newest
 
     def fresh(self) -> float | None:
@@ -96,11 +86,9 @@ class HeldOutLosses:
     ) -> HeldOutLosses:
         """Read the losses of an evaluation at this step; waits for their devices.
 
-        Args:
-            warn: told of losses that are not finite, which are left out.
+        warn: told of losses that are not finite, which are left out.
 
-        Raises:
-            LearnerError: one is no number, or this rank has only a part of it.
+        Raises LearnerError: one is no number, or this rank has only a part of it.
         """
         values = {
             name: _number(loss, "evaluated", name)
@@ -129,8 +117,7 @@ def _number(loss: Tensor | float, call: str, name: str) -> float:
 def _scalar(loss: Tensor, call: str) -> Tensor:
     """The loss as one detached value. A DTensor is not gathered: not all ranks may tell theirs.
 
-    Raises:
-        LearnerError: this rank has only a part of it.
+    Raises LearnerError: this rank has only a part of it.
     """
     if is_sharded(loss) and not all(place.is_replicate() for place in loss.placements):  # type: ignore[attr-defined]
         argument = call.removesuffix(")").partition("(")[2].partition("=")[0]

@@ -17,8 +17,7 @@ log = logging.getLogger("diloco_node.learner")
 class LossWatch:
     """The newest loss and gradient norm, each with the range that it usually has.
 
-    Args:
-        is_rolling_back: values far outside of their range end the learner, too, not only those that are not finite.
+    is_rolling_back: values far outside of their range end the learner, too, not only those that are not finite.
     """
 
     def __init__(self, *, is_rolling_back: bool) -> None:
@@ -36,11 +35,7 @@ class LossWatch:
         self._grad_norm.offer(grad_norm)
 
     def check(self, step: int, warn: Callable[[str], None]) -> None:
-        """Say what is wrong with loss or gradient norm.
-
-        Raises:
-            LearnerError: it was so too many times in a row.
-        """
+        """Say what is wrong with loss or gradient norm. Raises LearnerError: it was so too many times in a row."""
         for late, watch in self._watches:
             value = late.fresh()
             fault = "" if value is None else watch.seen(value)

@@ -41,8 +41,7 @@ def model_state(
         fragments: None: alone, and the state is the model's own. session: no version is applied while it is read here,
             also in another thread than the loop's.
 
-    Raises:
-        LearnerError: on another rank of a model that each rank holds, or not called by all that have to.
+    Raises LearnerError: on another rank of a model that each rank holds, or not called by all that have to.
     """
     is_cut = tensors.is_cut if fragments is None else not fragments.shards.is_first_whole
     if is_cut:
@@ -50,10 +49,10 @@ def model_state(
     elif fragments is not None and not ranks.is_first:
         raise LearnerError("the parameters are on rank 0 only; broadcast them if other ranks need them")
     if fragments is None:
-        return tensors.own_state(is_kept=ranks.is_first or not is_cut)
+        return tensors.host_state(is_whole=True, is_kept=ranks.is_first or not is_cut)
     with _reading(None if is_cut else session):
         whole = fragments.gathered(vectors_of(fragments))
-        remainder = tensors.rest_of_state(is_kept=whole is not None)
+        remainder = tensors.host_state(is_whole=False, is_kept=whole is not None)
         return {} if whole is None else tensors.full_state(fragments.manifest, whole, remainder)
 
 

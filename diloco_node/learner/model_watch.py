@@ -343,8 +343,7 @@ class ModelWatch:
     def _compare(self, *, is_trained: bool) -> None:
         """Compare all values with what `attach` wrote, just before the first step of an optimizer.
 
-        Args:
-            is_trained: the first step was made already; then only a model that is far from what it was counts.
+        is_trained: the first step was made already; then only a model that is far from what it was counts.
         """
         samples, self._written = self._written, []
         pairs = [(sample_of(tensor), sample) for tensor, sample in zip(self._weights, samples, strict=True)]

@@ -29,8 +29,7 @@ def flatten(label: str, value: Any, tensors: dict[str, Tensor]) -> Any:
         label: its name, for messages, and the first part of the names of its tensors.
         tensors: takes its tensors, which are no copies, and its arrays, which are.
 
-    Raises:
-        LearnerError: a part of it is of a type that can't be kept.
+    Raises LearnerError: a part of it is of a type that can't be kept.
     """
     if value is None or (isinstance(value, bool | int | str) and not isinstance(value, np.generic)):
         return value
@@ -91,8 +90,7 @@ def _flatten_container(label: str, value: Any, tensors: dict[str, Tensor]) -> An
 def unflatten(document: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value that `flatten` was given.
 
-    Raises:
-        KeyError, ValueError, TypeError: the document is none of `flatten`, or a tensor is missing.
+    Raises KeyError, ValueError, TypeError: the document is none of `flatten`, or a tensor is missing.
     """
     if isinstance(document, list):
         return [unflatten(item, tensors) for item in document]

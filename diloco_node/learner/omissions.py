@@ -17,8 +17,7 @@ NAMED_MAX: Final = 3
 def batch_norm_warning(model: nn.Module, merged_names: Iterable[str]) -> str:
     """Say what is wrong with batch normalisation; empty for a model without, or with statistics that are merged.
 
-    Args:
-        merged_names: names of the tensors that the run merges.
+    merged_names: names of the tensors that the run merges.
     """
     name_set, replicas = set(merged_names), replicas_in(model)
     layers = [

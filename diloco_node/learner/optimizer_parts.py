@@ -107,9 +107,8 @@ class OptimizerParts:
     def keep(self) -> Kept:
         """Return what this rank keeps now; not copies.
 
-        Raises:
-            LearnerError: the state holds what is neither tensor nor JSON, or a DTensor of another shape than its
-                parameter's, or is not in the form of torch.optim. Its groups are not those of `attach`.
+        Raises LearnerError: the state holds what is neither tensor nor JSON, or a DTensor of another shape than its
+        parameter's, or is not in the form of torch.optim. Its groups are not those of `attach`.
         """
         kind = kind_of(self._optimizer)
         parameters = [parameter for inner in inner_of(self._optimizer) for parameter in parameters_of(inner)]
@@ -151,9 +150,8 @@ class OptimizerParts:
             saves: of all ranks whose parts are needed; first the one from which everything that is not cut is taken.
             is_lowered: see `take_settings`.
 
-        Raises:
-            LearnerError: a part of a parameter's state is nowhere.
-            ValueError, KeyError, TypeError, RuntimeError: it is no state of such an optimizer.
+        Raises LearnerError: a part of a parameter's state is nowhere. ValueError, KeyError, TypeError, RuntimeError: it
+        is no state of such an optimizer.
         """
         first, kind = saves[0], kind_of(self._optimizer)
         if first.rest.get("kind", kind) != kind:
@@ -257,8 +255,7 @@ class OptimizerParts:
     def _narrow(self, label: str, parameter: Tensor, value: Tensor, *, is_signed: bool) -> Tensor:
         """Put a state back into fewer bits, as torchao's optimizers make theirs: as floats all may not fit the device.
 
-        Raises:
-            ValueError: this optimizer does not say how.
+        Raises ValueError: this optimizer does not say how.
         """
         makers = [inner._new_buffer for inner in inner_of(self._optimizer) if hasattr(inner, "_new_buffer")]
         if not makers:
@@ -360,11 +357,7 @@ def _split(prefix: str, values: Json, tensors: dict[str, Tensor]) -> Json:
 
 
 def _as_json(label: str, value: Any) -> Any:
-    """The value as JSON gives it back.
-
-    Raises:
-        LearnerError: it is not JSON.
-    """
+    """The value as JSON gives it back. Raises LearnerError: it is not JSON."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:

@@ -201,8 +201,7 @@ def place() -> tuple[int, int]:
 
     Known before `attach`: for a data loader that has to be made first.
 
-    Raises:
-        LearnerError: DILOCO_PLACE, which `diloco-node start` sets, is not what that writes.
+    Raises LearnerError: DILOCO_PLACE, which `diloco-node start` sets, is not what that writes.
     """
     text = os.environ.get("DILOCO_PLACE", "0/1")
     index, _, count = text.partition("/")

@@ -23,8 +23,7 @@ from diloco_node.learner.ranks import among_ranks
 class RankExchange:
     """The exchange of fragments between rank 0 and the others.
 
-    Args:
-        group: Gloo, of all ranks. rank: this one's. shards: who holds what. manifest: how the model is cut.
+    group: Gloo, of all ranks. rank: this one's. shards: who holds what. manifest: how the model is cut.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, shards: ShardMap, manifest: Manifest) -> None:
@@ -45,11 +44,9 @@ class RankExchange:
     def gather(self, index: int, vector: Tensor) -> Tensor | None:
         """Rank 0 gets the whole fragment.
 
-        Args:
-            vector: shape (owned size,), float32, CPU: what this rank owns.
+        vector: shape (owned size,), float32, CPU: what this rank owns.
 
-        Returns:
-            Shape (fragment.size,), on rank 0.
+        Returns: shape (fragment.size,), on rank 0.
         """
         if self._rank:
             if vector.numel():
@@ -88,11 +85,9 @@ class RankExchange:
     def scatter(self, index: int, whole: Tensor | None) -> tuple[Tensor, Tensor]:
         """Every rank gets its part of a fragment.
 
-        Args:
-            whole: shape (fragment.size,), float32, CPU, on rank 0; may become a part of what is returned.
+        whole: shape (fragment.size,), float32, CPU, on rank 0; may become a part of what is returned.
 
-        Returns:
-            The values that this rank owns, and those that it follows: float32, CPU.
+        Returns: the values that this rank owns, and those that it follows: float32, CPU.
         """
         primary, replica = self._owned[index][self._rank], self._followed[index][self._rank]
         if self._is_copied[index]:
@@ -114,11 +109,9 @@ class RankExchange:
     def share_anchor(self, index: int, anchor: Tensor) -> Tensor:
         """Followers get from owners what their own steps are measured from.
 
-        Args:
-            anchor: shape (owned size,): the anchor of what this rank owns.
+        anchor: shape (owned size,): the anchor of what this rank owns.
 
-        Returns:
-            Shape (followed size,): of what it follows.
+        Returns: shape (followed size,): of what it follows.
         """
         replica_values = host_values(self._followed[index][self._rank].size)
         if self._is_copied[index]:

@@ -9,6 +9,7 @@ that no GPU is waited for. Nothing is pickled.
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,15 @@ import torch
 import torch.distributed as dist
 
 from diloco_node.errors import LearnerError
-from diloco_node.wire.learner_link import TO_LEARNER, ShardsGiven, SnapshotRequested, VersionOffered
+from diloco_node.wire.learner_link import (
+    TO_LEARNER,
+    ShardsGiven,
+    SnapshotRequested,
+    ToLearner,
+    VersionOffered,
+    frame,
+    take_frames,
+)
 
 PART_UNITS: Final = 1 << 32
 
@@ -29,8 +38,8 @@ MEET_S: Final = 300.0
 _HEAD: Final = 10
 """Integers of the vector before those of each fragment."""
 
-_ORDERS_HEAD: Final = 3
-_ORDERS_PER_FRAGMENT: Final = 6
+_ORDERS_HEAD: Final = struct.Struct("<?q")
+"""Orders that are no messages: `wants_initial_state`, `carry_steps_limit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +110,7 @@ def first_line(error: RuntimeError) -> str:
 class Ranks:
     """This process's place among the ranks of its region; a region of one rank needs no torch.distributed.
 
-    Raises:
-        LearnerError: started by a launcher with more ranks than torch.distributed was initialised with.
+    Raises LearnerError: started by a launcher with more ranks than torch.distributed was initialised with.
     """
 
     def __init__(self) -> None:
@@ -134,8 +142,7 @@ class Ranks:
     def have_daemon(self, socket: str) -> bool:
         """Whether rank 0 has a daemon's `socket`; "" for none. All ranks call it.
 
-        Raises:
-            LearnerError: only another rank has one.
+        Raises LearnerError: only another rank has one.
         """
         flags = [bool(flag) for flag in self.all_bytes(b"1" if socket else b"")]
         if any(flags) and not flags[0]:
@@ -153,8 +160,7 @@ class Ranks:
                 fills in the others.
             fragments: P.
 
-        Raises:
-            LearnerError: another rank is gone.
+        Raises LearnerError: another rank is gone.
         """
         if self.size == 1:
             return boundary
@@ -195,53 +201,34 @@ class Ranks:
             holds > 0,
         )
 
-    def share_orders(self, orders: Orders, *, fragments: int) -> Orders:
+    def share_orders(self, orders: Orders) -> Orders:
         """Give rank 0's orders to every rank; the others' are ignored. All ranks have agreed that there are some.
 
-        Raises:
-            LearnerError: another rank is gone.
+        Raises LearnerError: another rank is gone.
         """
         if self.size == 1:
             return orders
-        values = torch.zeros(_ORDERS_HEAD + _ORDERS_PER_FRAGMENT * fragments, dtype=torch.int64, device="cpu")
-        values[0], values[1] = int(orders.wants_initial_state), orders.deal is not None
-        values[2] = orders.carry_steps_limit
-        marks = values[_ORDERS_HEAD:].view(fragments, _ORDERS_PER_FRAGMENT)
-        for request in orders.requests:
-            marks[request.fragment, 0] = 1 + request.version
-            marks[request.fragment, 1] = 1 + request.base_version
-        for offer in orders.offers:
-            marks[offer.fragment, 2] = 1 + offer.version
-            marks[offer.fragment, 3] = 2 + offer.included_snapshot  # NO_SNAPSHOT is -1
-            marks[offer.fragment, 4] = int(offer.is_last)
-            marks[offer.fragment, 5] = offer.slot
-        with among_ranks():
-            dist.broadcast(values, 0, group=self._group)
-        deal = self._share_deal(orders.deal) if values[1] else None
-        rows = marks.tolist()
+        messages: list[ToLearner] = [*orders.requests, *orders.offers]
+        if orders.deal is not None:
+            messages.append(orders.deal)
+        frames = b"".join(frame(TO_LEARNER.encode(message)) for message in messages)
+        body = self.share_bytes(_ORDERS_HEAD.pack(orders.wants_initial_state, orders.carry_steps_limit) + frames)
+        wants_initial_state, carry_steps_limit = _ORDERS_HEAD.unpack_from(body)
+        shared = [TO_LEARNER.decode(frame_body) for frame_body in take_frames(bytearray(body[_ORDERS_HEAD.size :]))]
         return Orders(
-            tuple(SnapshotRequested(f, row[0] - 1, row[1] - 1) for f, row in enumerate(rows) if row[0]),
-            tuple(
-                VersionOffered(f, row[2] - 1, row[3] - 2, row[4] > 0, row[5]) for f, row in enumerate(rows) if row[2]
-            ),
-            bool(values[0]),
-            deal,
-            int(values[2]),
+            tuple(message for message in shared if isinstance(message, SnapshotRequested)),
+            tuple(message for message in shared if isinstance(message, VersionOffered)),
+            wants_initial_state,
+            next((message for message in shared if isinstance(message, ShardsGiven)), None),
+            carry_steps_limit,
         )
-
-    def _share_deal(self, deal: ShardsGiven | None) -> ShardsGiven:
-        message = TO_LEARNER.decode(self.share_bytes(b"" if deal is None else TO_LEARNER.encode(deal)))
-        assert isinstance(message, ShardsGiven)
-        return message
 
     def meet(self, call: str) -> None:
         """Wait for all ranks to come to the same call, for a bounded time.
 
-        Args:
-            call: as the loop writes it.
+        call: as the loop writes it.
 
-        Raises:
-            LearnerError: a rank does not come.
+        Raises LearnerError: a rank does not come.
         """
         if self.size == 1:
             return

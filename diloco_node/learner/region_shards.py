@@ -87,8 +87,7 @@ class RegionShards:
         """The region's shards that it may train now, ascending; all when alone. The same object until they, or
         where they are begun, change.
 
-        Raises:
-            LearnerError: there is a daemon, and `attach` has not asked it yet.
+        Raises LearnerError: there is a daemon, and `attach` has not asked it yet.
         """
         if self._book is None:
             owns(self.flags, 0)
@@ -222,8 +221,7 @@ def _read(welcome: Welcome) -> dict[int, int]:
 def owns(flags: torch.Tensor, shard: int) -> bool:
     """Whether a shard is this region's, by the flags of its table.
 
-    Raises:
-        LearnerError: there is a daemon, and `attach` has not asked it yet.
+    Raises LearnerError: there is a daemon, and `attach` has not asked it yet.
     """
     flag = int(flags[shard])
     if flag == _UNKNOWN and "DILOCO_SOCKET" in os.environ:

@@ -107,8 +107,7 @@ class RevertCheck:
     def verify(self) -> None:
         """At the next boundary, before anything is applied: are the applied values still there?
 
-        Raises:
-            LearnerError: they were reverted, `VERSIONS_REVERTED` times.
+        Raises LearnerError: they were reverted, `VERSIONS_REVERTED` times.
         """
         self._pull_back.look()
         for index, trial in list(self._pending.items()):

@@ -72,8 +72,7 @@ def take_settings(
         before: as the script had made it in the life of the checkpoint (`script_settings`); empty: nobody knows.
         is_lowered: a kept schedule without a formula (`lowers_rates`) has changed the rate since then.
 
-    Returns:
-        Settings that the script has changed; and those that only its loop had changed, and may again.
+    Returns: settings that the script has changed; and those that only its loop had changed, and may again.
     """
     changes: Changes = {}
     drifts: Changes = {}
@@ -143,8 +142,7 @@ def is_same(old: Any, own: Any) -> bool:
 def place_schedule(schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Return the state that `schedule.load_state_dict` is to be given: its own settings at a checkpoint's position.
 
-    Args:
-        schedule: any, also in a wrapper; one that is not torch's gets all of the state. state: from the checkpoint.
+    schedule: any, also in a wrapper; one that is not torch's gets all of the state. state: from the checkpoint.
     """
     schedule = getattr(schedule, "scheduler", schedule)  # Accelerate's wrapper has the state of what it wraps
     if not isinstance(schedule, lr_scheduler.LRScheduler):

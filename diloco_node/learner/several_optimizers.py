@@ -37,11 +37,9 @@ OptimizerArgument = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | No
 def as_one(optimizers: OptimizerArgument) -> torch.optim.Optimizer | None:
     """Join what a checkpoint keeps as one optimizer.
 
-    Args:
-        optimizers: one, several, or none; wrappers such as Accelerate's are looked into.
+    optimizers: one, several, or none; wrappers such as Accelerate's are looked into.
 
-    Raises:
-        LearnerError: one of them is no optimizer, or of a kind in `REFUSALS`.
+    Raises LearnerError: one of them is no optimizer, or of a kind in `REFUSALS`.
     """
     single: list[Any] = [] if optimizers is None else [optimizers]
     members = list(optimizers) if isinstance(optimizers, list | tuple) else single

@@ -70,8 +70,7 @@ class ShardOrder:
             own: the region's shards now. The same object while they are the same.
             starts: shape (SHARDS,), int64: where a shard that comes is gone on; None: at the region's pass.
 
-        Raises:
-            ConfigError: they have no row.
+        Raises ConfigError: they have no row.
         """
         if own is not self._own:
             shards = np.array(own, np.int64)
@@ -137,11 +136,7 @@ class ShardOrder:
         return {"positions": torch.from_numpy(self.positions.copy()), "pass": self._pass}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there.
-
-        Raises:
-            ConfigError: the state has no valid positions.
-        """
+        """Go on from there. Raises ConfigError: the state has no valid positions."""
         positions, number = state.get("positions"), state.get("pass")
         if (
             not isinstance(positions, torch.Tensor)

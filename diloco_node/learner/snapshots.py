@@ -127,8 +127,7 @@ class ComingVersion:
 class SnapshotRooms:
     """Memory for snapshots: what has been touched before is given out again, for copying into it is fast.
 
-    Args:
-        largest: values of the largest fragment.
+    largest: values of the largest fragment.
     """
 
     def __init__(self, largest: int) -> None:

@@ -36,8 +36,7 @@ _VALUES: Final = methodcaller("values")
 class TensorForms:
     """Types and shapes as they are when this is made.
 
-    Args:
-        tensors: kept.
+    tensors: kept.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -157,8 +156,7 @@ class SliceReader:
 
     Left out are tensors with gaps in their memory.
 
-    Args:
-        tensors: kept.
+    tensors: kept.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

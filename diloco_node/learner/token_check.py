@@ -47,8 +47,7 @@ class TokenCount:
 class TokenCheck:
     """A comparison of the tokens that a loop tells with those of its batches.
 
-    Args:
-        sources: what may have a `token_count`: the objects that the loop's checkpoint keeps, or the callback.
+    sources: what may have a `token_count`: the objects that the loop's checkpoint keeps, or the callback.
     """
 
     def __init__(self, sources: Iterable[object]) -> None:
@@ -59,8 +58,7 @@ class TokenCheck:
     def step(self, tokens: int, *, ranks: int, warn: Callable[[str], None]) -> None:
         """Take what the loop tells of a step; warn once if it is too much.
 
-        Args:
-            ranks: of the region. warn: shows the text in the log, and in the region's status where there is a daemon.
+        ranks: of the region. warn: shows the text in the log, and in the region's status where there is a daemon.
         """
         self._steps += 1
         self._tokens += tokens
@@ -79,11 +77,7 @@ class TokenCheck:
 
 
 def whole_tokens(tokens: Any) -> int:
-    """Return what a loop counts as the integer that every reader expects.
-
-    Raises:
-        LearnerError: it is none.
-    """
+    """Return what a loop counts as the integer that every reader expects. Raises LearnerError: it is none."""
     try:
         value = tokens.item() if hasattr(tokens, "item") else tokens  # of a tensor, or of NumPy's
         count = int(value)

@@ -117,9 +117,8 @@ class MeasureCommand:
             document: see `parse_request`. on_progress: called with what goes on, for people.
             on_partial: called with the document so far.
 
-        Raises:
-            ConfigError: it can't be asked for. PeersUnreachable: there is no link. DilocoError: another one runs, or it
-                failed.
+        Raises ConfigError: it can't be asked for. PeersUnreachable: there is no link. DilocoError: another one runs, or
+        it failed.
         """
         is_daemon = self._limits is not None
         request = parse_request(document, region=self._region, peers=self.peers, is_daemon=is_daemon)

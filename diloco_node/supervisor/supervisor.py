@@ -15,7 +15,7 @@ How it ends (`run_supervisor`'s result is the exit code):
 - SIGTERM or SIGINT: the learner is stopped, then the daemon, each with SIGTERM, a deadline, SIGKILL; 0.
 - the learner exits 0: it is done and not started again; the daemon goes on serving the other regions. After a signal
   that asked it to stop, which was not the supervisor's, and before the run's end, it is started again.
-- the learner hangs, or crashes again and again (`daemon.learner.watch`): it is killed and started again, or stays
+- the learner hangs, or crashes again and again (`learner_watch.py`): it is killed and started again, or stays
   stopped until SIGUSR1 or the next start, while the daemon votes and merges.
 
 Children are put into process groups of their own (a Ctrl-C in the terminal reaches only the supervisor) and get

@@ -23,6 +23,7 @@ written to slot f. Contributions follow each other in the order of the fragments
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -408,6 +409,17 @@ def frame_length(head: bytes | memoryview) -> int:
     if not 0 < length <= FRAME_BYTES_MAX:
         raise ProtocolViolation(f"learner link: a frame of {length} B, expected 1..{FRAME_BYTES_MAX} B")
     return int(length)
+
+
+def take_frames(buffer: bytearray) -> Iterator[bytes]:
+    """Take whole frames from the front; yield their bodies."""
+    while len(buffer) >= LENGTH_BYTES:
+        end = LENGTH_BYTES + frame_length(bytes(buffer[:LENGTH_BYTES]))
+        if len(buffer) < end:
+            return
+        body = bytes(buffer[LENGTH_BYTES:end])
+        del buffer[:end]
+        yield body
 
 
 def merge_rules(tensors: tuple[TensorSpec, ...], merge: MergeRule) -> tuple[TensorSpec, ...]:

@@ -44,15 +44,15 @@ def test_orders_are_on_the_way_what_they_were(monkeypatch: pytest.MonkeyPatch) -
     ranks = Ranks()
     ranks.size = 2
     orders = Orders(
-        (SnapshotRequested(0, 5, 4), SnapshotRequested(3, 0, -1)),
+        (SnapshotRequested(0, 5, 4), SnapshotRequested(3, 1, 0)),
         (VersionOffered(1, 7, -1), VersionOffered(2, 0, 0, is_last=True), VersionOffered(4, 9, 8)),
         wants_initial_state=True,
     )
-    assert ranks.share_orders(orders, fragments=5) == orders
-    assert ranks.share_orders(Orders(), fragments=5) == Orders()
-    assert [values.dtype for values in sent] == [torch.int64] * 2
+    assert ranks.share_orders(orders) == orders
+    assert ranks.share_orders(Orders()) == Orders()
+    assert [values.dtype for values in sent] == [torch.int64, torch.uint8] * 2
     shards = Orders(deal=ShardsGiven(3, (1, 5), (0, -1)), carry_steps_limit=96)
-    assert ranks.share_orders(shards, fragments=5) == shards
+    assert ranks.share_orders(shards) == shards
 
 
 def test_one_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_one_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> Non
     own = Boundary(5, True, has_orders=True, arrived=(3,), global_step=8, part=0.5)
     assert ranks.agree(own, fragments=4) == own
     orders = Orders(offers=(VersionOffered(2, 7, -1),))
-    assert ranks.share_orders(orders, fragments=4) == orders
+    assert ranks.share_orders(orders) == orders
     ranks.meet("settle()")
     assert ranks.all_bytes(b"welcome") == [b"welcome"]
     assert ranks.share_bytes(b"welcome") == b"welcome"

@@ -87,7 +87,6 @@ class Liveness:
         regions: tuple[str, ...],
         heartbeat_ns: int,
         effects: EffectBuffer,
-        silent_heartbeats: int = SILENT_HEARTBEATS,
     ) -> None:
         self._region = region
         self.is_leaving = False
@@ -102,8 +101,7 @@ class Liveness:
         # Between two regular heartbeats, where this process is in time.
         self._heartbeat_ns = heartbeat_ns
         # The floor of how long a region may be silent; it grows with `stride`.
-        self._silent_heartbeats = silent_heartbeats
-        self.silent_ns = silent_heartbeats * heartbeat_ns
+        self.silent_ns = SILENT_HEARTBEATS * heartbeat_ns
         # Per region (incarnation, step, when that step was first seen); none without a learner.
         self._stepped: dict[str, tuple[int, int, int]] = {}
         # All regions, this one too, sorted; the others among them.
@@ -127,7 +125,7 @@ class Liveness:
         """These are the regions from now on: forget who has gone, and wait for who has come."""
         self._regions = tuple(sorted({*regions, self._region}))
         self.stride = min(STRIDE_MAX, -(-(len(self._regions) - 1) // OTHERS_AT_ONCE) or 1)
-        silent_ns = max(self._silent_heartbeats, SILENT_STRIDES * self.stride) * self._heartbeat_ns
+        silent_ns = max(SILENT_HEARTBEATS, SILENT_STRIDES * self.stride) * self._heartbeat_ns
         peers = {name: self._peer(name) for name in self._regions if name != self._region}
         for peer in peers.values() if silent_ns != self.silent_ns else ():
             # Heartbeats are rarer or more frequent now: what was learnt of their gaps is of no use.

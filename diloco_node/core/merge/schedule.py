@@ -117,7 +117,7 @@ def believed_step_time_ns(reported_ns: int, averages_ns: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTime:
+class MovingAverage:
     """Moving average of the time of an inner step (or of any duration), in integers.
 
     Attributes:
@@ -133,7 +133,7 @@ class StepTime:
         """0 while nothing is known."""
         return self.scaled_ns >> _AVERAGE_SHIFT
 
-    def after(self, sample_ns: int) -> StepTime:
+    def after(self, sample_ns: int) -> MovingAverage:
         """The average with one more sample.
 
         The second sample replaces the first: a first step compiles, allocates and reads the disk.
@@ -141,6 +141,6 @@ class StepTime:
         if sample_ns < 0:
             raise ValueError(f"a duration can't be negative: {sample_ns} ns")
         if self.samples < 2 or self.scaled_ns == 0:
-            return StepTime(self.samples + 1, sample_ns << _AVERAGE_SHIFT)
+            return MovingAverage(self.samples + 1, sample_ns << _AVERAGE_SHIFT)
         counted_ns = min(sample_ns, _OUTLIER_FACTOR * max(1, self.average_ns))
-        return StepTime(self.samples + 1, self.scaled_ns + counted_ns - self.average_ns)
+        return MovingAverage(self.samples + 1, self.scaled_ns + counted_ns - self.average_ns)

@@ -1,8 +1,8 @@
-"""A region's part in the audits of merged payloads, whoever leads: it draws, projects, and looks what an entry lacks.
+"""A region's part in the audits of merged payloads, whoever leads: it draws, projects, and checks entries.
 
-An entry may lack a nonce or a row because a region died or came late. It may also be left away by a leader that hides
-a wrong sum. A leader may also give up each ballot as soon as it knows that it will be audited. So it is counted, and
-told. No leader is refused for it: on starved machines all would be.
+An entry may lack a nonce or a row because a region died or came late. A leader that hides a wrong sum may also leave
+them away, or give up each ballot that it knows will be audited. So both are counted, and an alarm tells of them. No
+leader is refused for it: on starved machines all would be.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diloco_node.core.rounds.followed import FollowedBallot, FollowedRound
 from diloco_node.core.types import Ballot, MergeRule, RoundBody, Stripe
 
 LAPSE_BALLOTS: Final = 64
-"""So many ballots of a leader are looked back."""
+"""Lapses count over this many ballots of a leader."""
 
 LAPSES_TOLD: Final = 3
 """After so many entries that lack something of one region, or so many ballots given up, there is an alarm."""
@@ -41,13 +41,13 @@ class AuditPart:
         if ballot.digest and ballot.drawn is None and self._is_on and ballot.drawer == self._region:
             ballot.drawn = AuditDrawn(ballot.number, ballot.digest, (nonce_of(self._secret, ballot.number),))
             self._effects.send_all(self._context.regions, ballot.drawn)
-        own = round_.contribution if ballot.has_contributed and not ballot.has_row_order else None
-        is_payload_due = bool(ballot.digest) and not ballot.is_lost and not ballot.has_payload_order
+        own = round_.contribution if ballot.has_contributed and not ballot.is_row_ordered else None
+        is_payload_due = bool(ballot.digest) and not ballot.is_lost and not ballot.is_payload_ordered
         if not ballot.nonces or (own is None and not is_payload_due):
             return
         if windows := self._windows(announcement.fragment, ballot.nonces, announcement.stripes):
-            ballot.has_row_order |= own is not None
-            ballot.has_payload_order |= is_payload_due
+            ballot.is_row_ordered |= own is not None
+            ballot.is_payload_ordered |= is_payload_due
             stripes, fragment = announcement.stripes if is_payload_due else (), announcement.fragment
             self._effects.emit(Project(ballot.number, fragment, round_.version, windows, stripes, own))
 
@@ -59,7 +59,7 @@ class AuditPart:
         ballot = round_.ballot
         if peer == ballot.leader and ballot.nonces:
             self._tell_row(ballot)
-        elif peer == ballot.leader and _is_kept(ballot, message.nonces):
+        elif peer == ballot.leader and _keeps_commitment(ballot, message.nonces):
             ballot.nonces = message.nonces
         elif peer == ballot.drawer and ballot.drawn is None:
             ballot.drawn = message
@@ -99,7 +99,7 @@ class AuditPart:
             return ""
         if ballot.leader == self._region:
             return ""
-        if not _is_kept(ballot, body.nonces):
+        if not _keeps_commitment(ballot, body.nonces):
             return f"{ballot.leader} names another nonce than it committed to"
         lapses = set()
         if ballot.drawn is not None and (
@@ -116,7 +116,7 @@ class AuditPart:
         return ""
 
     def give_up(self, ballot: FollowedBallot, leader: str, stripes: tuple[Stripe, ...]) -> None:
-        """Take it that a leader opens another ballot in place of this one, of these stripes.
+        """Count a ballot that its leader gives up for another one, of these stripes.
 
         Once the drawer has told its nonce the leader knows whether it will be audited. After an audit that finds
         something it reduces alone what others reduced.
@@ -146,7 +146,7 @@ class AuditPart:
             self._effects.send(ballot.leader, ContributionProjected(ballot.number, ballot.projection.contribution))
 
 
-def _is_kept(ballot: FollowedBallot, nonces: tuple[bytes, ...]) -> bool:
+def _keeps_commitment(ballot: FollowedBallot, nonces: tuple[bytes, ...]) -> bool:
     """Whether the leader's nonce is the one that it committed to."""
     return bool(nonces) and commitment_of(nonces[0]) == ballot.announcement.commitment
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.merge.fragments import Fragment
-from diloco_node.core.merge.schedule import StepTime, believed_step_time_ns
+from diloco_node.core.merge.schedule import MovingAverage, believed_step_time_ns
 from diloco_node.core.messages import ReusedStripe
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.open_round import Deadline, OpenRound
@@ -28,7 +28,7 @@ PROBE_HEARTBEATS: Final = 3
 """The deadline of a ballot that tries a suspect, in heartbeats: time to ask again for lost messages."""
 
 PROBE_MARGIN: Final = 2
-"""Or this many times the usual ballot of the fragment, if that is longer; never above the normal deadline."""
+"""Or this many times the usual ballot of the fragment, if that is longer; never above the full deadline."""
 
 RATE_UNKNOWN_BYTES_PER_S: Final = 12_500_000
 """Assumed before anything was measured: 100 Mbit/s, the slow end of what regions are joined by."""
@@ -89,7 +89,7 @@ class BallotClock:
     def __init__(self, context: RoundContext) -> None:
         self._fragments, self._liveness = context.fragments, context.liveness
         self._context = context
-        self._took = [StepTime() for _ in context.fragments]
+        self._took = [MovingAverage() for _ in context.fragments]
 
     def observe(self, fragment: int, duration_ns: int) -> None:
         """Learn how long a ballot took to its commit."""
@@ -146,15 +146,14 @@ class BallotClock:
             return self._context.settings.ballot_deadline_min_ns
         return max(PROBE_HEARTBEATS * self._context.settings.heartbeat_ns, PROBE_MARGIN * usual_ns)
 
-    def probe_deadline(self, fragment: int, usual: Deadline, failed_probes: int) -> Deadline:
-        """Return the short deadline of a ballot that tries a suspect, so that it costs the others little; `usual` at
-        most.
+    def probe_deadline(self, fragment: int, full: Deadline, failed_probes: int) -> Deadline:
+        """Return the short deadline of a ballot that tries a suspect: it is to cost the others little.
 
-        failed_probes: of this region, one after the other. The deadline doubles with every second of them, so a region
-        that is slow and not broken gets there in the end.
+        full: the deadline without a suspect; never exceeded. failed_probes: of this region, one after the other. The
+        deadline doubles with every second of them, so a region that is slow and not broken gets there in the end.
         """
-        duration_ns = min(usual.duration_ns, self.patience_ns(fragment) << failed_probes // 2)
-        return Deadline(duration_ns, f"{duration_ns / NS_PER_S:.3g} s to try who is in doubt, of {usual.derivation}")
+        duration_ns = min(full.duration_ns, self.patience_ns(fragment) << failed_probes // 2)
+        return Deadline(duration_ns, f"{duration_ns / NS_PER_S:.3g} s to try who is in doubt, of {full.derivation}")
 
     def _reported_rate(self, members: tuple[str, ...], stripes: tuple[Stripe, ...]) -> int:
         """Return one round's part of the slowest reported budget, if that is less than the assumed rate; else 0."""
@@ -194,28 +193,31 @@ def plan_next(
     able: learners that could contribute to a fresh round, sorted. is_late: the deadline was missed; else a loss.
     """
     places = {stripe: index for index, stripe in enumerate(stripes)}
-    cuts = [(old, places[stripe]) for old, stripe in enumerate(round_.stripes) if stripe in places]
-    stays = stripes == round_.stripes
+    # Of each stripe that stays with its reducer: its place in the failed ballot, and in the next one.
+    same_places = [(old, places[stripe]) for old, stripe in enumerate(round_.stripes) if stripe in places]
+    is_same_layout = stripes == round_.stripes
     # A lost member can't send its stripes again, so it stays only if all stripes stay where they are.
-    whole = {
+    whole_learners = {
         name
         for name in usable
-        if cuts and round_.is_received(name, [old for old, _ in cuts]) and (name in reachable or stays)
+        if same_places
+        and round_.is_received(name, [old for old, _ in same_places])
+        and (name in reachable or is_same_layout)
     }
     if is_late:
-        names = whole
+        names = whole_learners
     else:
         names = {
             name
             for name in round_.members
             if name in reachable and name not in round_.refusals and (name in usable or name in able)
         }
-        names |= {name for name in whole if stays}
+        names |= whole_learners if is_same_layout else set()
     members = tuple(sorted(names)) or able
     reused_stripes = tuple(
         ReusedStripe(name, new)
         for name in members
-        for old, new in cuts
+        for old, new in same_places
         if name in usable and round_.is_received(name, [old])
     )
     return NextBallot(members, {name: usable[name] for name in members if name in usable}, reused_stripes)

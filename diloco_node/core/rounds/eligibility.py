@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.membership.liveness import Liveness
-from diloco_node.core.merge.schedule import StepTime, believed_step_time_ns
+from diloco_node.core.merge.schedule import MovingAverage, believed_step_time_ns
 from diloco_node.core.rounds.claim_limits import is_plausible_incarnation
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.rounds.suspicion import BallotPart, SuspicionBook
+from diloco_node.core.rounds.suspicion import BallotRole, SuspicionBook
 from diloco_node.core.types import LearnerStatus
 
 STALLED_STEPS: Final = 8
@@ -25,9 +25,8 @@ LEAVING_NS: Final = 60_000_000_000
 """A learner that leaves makes no steps. Clouds give two minutes of notice at most; half of that is for its merges."""
 
 BEHIND_NS: Final = 1_000_000_000
-"""A region that has not applied a version so long after its commit is fetching it, and would hold up the round. The
-time is longer where heartbeats are rarer, and where the region usually takes longer to apply a version and report
-it."""
+"""So long after a commit a region may still apply the version. Then it counts as behind: it is fetching the version,
+and a round would wait for it. It is longer where heartbeats are rare, and for a region that usually takes longer."""
 
 BEHIND_NS_MAX: Final = 10_000_000_000
 """Most time that is granted: a region that fetches version after version must not be waited for each time."""
@@ -153,17 +152,17 @@ class Eligibility:
     """The leader's questions about regions and learners; it remembers which incarnations of learners are over.
 
     Attributes:
-        leaver: a region that is about to leave the run: no new ballot has it. Empty: none is.
+        region_to_remove: it is about to leave the run: no new ballot has it. Empty: none is.
     """
 
     def __init__(self, context: RoundContext, book: SuspicionBook) -> None:
-        self.leaver = ""
+        self.region_to_remove = ""
         self._region, self._context = context.region, context
         self._history, self._liveness = context.history, context.liveness
         self._book = book
         self._incarnations: dict[str, int] = {}
         self._applied: dict[str, int] = {}
-        self._lag: dict[str, StepTime] = {}
+        self._lag: dict[str, MovingAverage] = {}
         self._commits: deque[tuple[int, int]] = deque(maxlen=COMMITS_KEPT)
 
     def on_commit(self, index: int, *, now_ns: int) -> None:
@@ -179,15 +178,15 @@ class Eligibility:
             history.versions, history.version_entries, history.committed_at_ns, strict=True
         ):
             if version > 0 and 0 < before < entry <= index:
-                self._lag[region] = self._lag.get(region, StepTime()).after(max(0, now_ns - committed_at_ns))
+                self._lag[region] = self._lag.get(region, MovingAverage()).after(max(0, now_ns - committed_at_ns))
 
     def behind_ns(self, region: str) -> int:
         """Return how long after a commit a region may still be about to report the apply."""
-        usual_ns = self._lag.get(region, StepTime()).average_ns
+        usual_ns = self._lag.get(region, MovingAverage()).average_ns
         return max(BEHIND_NS, self._liveness.silent_ns, min(BEHIND_MARGIN * usual_ns, BEHIND_NS_MAX))
 
     def is_behind(self, region: str, *, now_ns: int) -> bool:
-        """Whether another region lacks an entry that was committed longer ago than its usual time to apply it.
+        """Whether another region has had more than its usual time to apply an entry, and has not.
 
         Its disk is slow, or it fetches missed versions. It takes no stripes of versions that are far ahead of it, so it
         can't reduce. It may be a member: a region that is never waited for might never catch up.
@@ -210,18 +209,20 @@ class Eligibility:
         return self._incarnations.get(learner, 0)
 
     def reachability(self, *, now_ns: int, exclude: Collection[str] = (), probe: str = "") -> Reachability:
-        """Assess the regions, without suspended ones, the probed one aside, and without reducers that are behind or
-        leave."""
-        reducers = self._book.suspensions(BallotPart.REDUCER, probe=probe, now_ns=now_ns)
+        """Assess the regions: suspended ones are left out, except the one to probe.
+
+        Those that are behind or stop don't reduce.
+        """
+        reducers = self._book.suspensions(BallotRole.REDUCER, probe=probe, now_ns=now_ns)
         behind = (name for name in self._context.regions if self.is_behind(name, now_ns=now_ns))
-        leavers = (name for name in self._liveness.others if self._liveness.has_left(name))
+        daemons_that_stop = (name for name in self._liveness.others if self._liveness.has_left(name))
         return assess_reachability(
             self._region,
-            tuple(name for name in self._context.regions if name != self.leaver),
+            tuple(name for name in self._context.regions if name != self.region_to_remove),
             self._liveness,
             now_ns=now_ns,
-            exclude={*exclude, *reducers, *behind, *leavers},
-            left_out=self._book.suspensions(BallotPart.MEMBER, probe=probe, now_ns=now_ns),
+            exclude={*exclude, *reducers, *behind, *daemons_that_stop},
+            left_out=self._book.suspensions(BallotRole.MEMBER, probe=probe, now_ns=now_ns),
         )
 
     def members(

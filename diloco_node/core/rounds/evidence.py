@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from diloco_node.core.merge.numbers import is_same_norm, length_limits, stripe_radii
 from diloco_node.core.rounds.open_round import OpenRound, QuestionedBallot
-from diloco_node.core.rounds.suspicion import BallotPart, Blame
+from diloco_node.core.rounds.suspicion import BallotRole, Blame
 from diloco_node.core.types import RunSettings
 
 Pair = tuple[str, str]
@@ -36,18 +36,18 @@ def find_culprits(pairs: Collection[Pair], givers: Collection[str], takers: Coll
     pairs_left, culprits = set(pairs), Culprits({}, {}, frozenset())
     while pairs_left:
         candidates = []
-        for at, (names, counterparts, blame_of) in enumerate(
+        for side, (names, counterparts, blame_of) in enumerate(
             ((takers, givers, culprits.takers), (givers, takers, culprits.givers))
         ):
             for name in sorted(names):
-                seen_by = sorted(pair[at] for pair in pairs_left if pair[1 - at] == name)
+                seen_by = sorted(pair[side] for pair in pairs_left if pair[1 - side] == name)
                 if 2 * len(seen_by) > len(set(counterparts) - {name}):
-                    candidates.append((-len(seen_by), at, name, seen_by, blame_of))
+                    candidates.append((-len(seen_by), side, name, seen_by, blame_of))
         if not candidates:
             break
-        _, at, name, seen_by, blame_of = min(candidates, key=lambda candidate: candidate[:3])
+        _, side, name, seen_by, blame_of = min(candidates, key=lambda candidate: candidate[:3])
         blame_of[name] = seen_by
-        pairs_left = {pair for pair in pairs_left if pair[1 - at] != name}
+        pairs_left = {pair for pair in pairs_left if pair[1 - side] != name}
     return Culprits(culprits.givers, culprits.takers, frozenset(pairs_left))
 
 
@@ -69,10 +69,10 @@ def judge_absences(round_: OpenRound, regions: int) -> Findings:
     if round_.decision is not None:
         blames = _late_stripes(round_)
     else:
-        missing = [Blame(name, BallotPart.MEMBER, "its contribution did not come") for name in round_.missing_members()]
+        missing = [Blame(name, BallotRole.MEMBER, "its contribution did not come") for name in round_.missing_members()]
         culprits = _missing_stripes(round_, sorted(round_.contributions))
         blames = missing + [_lacks(name, of) for name, of in culprits.takers.items()]
-    return Findings(tuple(sorted(blames, key=lambda blame: (blame.region, blame.part))))
+    return Findings(tuple(sorted(blames, key=lambda blame: (blame.region, blame.role))))
 
 
 def _missing_stripes(round_: OpenRound, members: list[str]) -> Culprits:
@@ -86,32 +86,32 @@ def _missing_stripes(round_: OpenRound, members: list[str]) -> Culprits:
 
 
 def _lacks(reducer: str, members: list[str]) -> Blame:
-    return Blame(reducer, BallotPart.REDUCER, f"contributions of {', '.join(members)} did not reach it")
+    return Blame(reducer, BallotRole.REDUCER, f"contributions of {', '.join(members)} did not reach it")
 
 
 def _late_stripes(round_: OpenRound) -> list[Blame]:
     assert round_.decision is not None
     culprits = _missing_stripes(round_, [contribution.learner for contribution in round_.decision.contributions])
     blames = []
-    for name, at in culprits.givers.items():
-        reason = f"its contribution did not reach {', '.join(at)}"
-        blames.append(Blame(name, BallotPart.MEMBER, reason))
+    for name, reducers in culprits.givers.items():
+        reason = f"its contribution did not reach {', '.join(reducers)}"
+        blames.append(Blame(name, BallotRole.MEMBER, reason))
         if name in round_.reducers:
             # What it merges would not reach anybody either.
-            blames.append(Blame(name, BallotPart.REDUCER, reason))
+            blames.append(Blame(name, BallotRole.REDUCER, reason))
     lacking = culprits.takers | _unexplained(culprits)
     blames += [_lacks(name, of) for name, of in lacking.items()]
-    waiting = {reducer for at in culprits.givers.values() for reducer in at}
+    waiting = {reducer for reducers in culprits.givers.values() for reducer in reducers}
     for name in round_.late_reducers():
         if name not in lacking and name not in waiting:
-            blames.append(Blame(name, BallotPart.REDUCER, "it has all contributions and did not merge them"))
+            blames.append(Blame(name, BallotRole.REDUCER, "it has all contributions and did not merge them"))
     return blames
 
 
 def _unexplained(culprits: Culprits) -> dict[str, list[str]]:
     """Return the pairs that nobody explains, by receiver."""
     return {
-        taker: sorted(giver for giver, at in culprits.unexplained if at == taker)
+        taker: sorted(giver for giver, receiver in culprits.unexplained if receiver == taker)
         for _, taker in sorted(culprits.unexplained)
     }
 
@@ -125,13 +125,13 @@ def _late_payload(round_: OpenRound, regions: int) -> Findings:
         for reducer in round_.reducers
         if reducer != name and not round_.has_stripes_of(reducer, name)
     }
-    # Here a reducer gives and a region takes; still the reducer is blamed first.
+    # The reducers stand in the place of takers, though they send: they are blamed first.
     culprits = find_culprits(pairs, observers, round_.reducers)
     disputed = {blame.region: blame for blame in dispute_reducers(round_, regions)}
     blames = []
-    for reducer, at in sorted((culprits.takers | _unexplained(culprits)).items()):
-        reason = f"its merged stripe did not reach {', '.join(at)}"
-        blames.append(disputed.get(reducer, Blame(reducer, BallotPart.REDUCER, reason)))
+    for reducer, names in sorted((culprits.takers | _unexplained(culprits)).items()):
+        reason = f"its merged stripe did not reach {', '.join(names)}"
+        blames.append(disputed.get(reducer, Blame(reducer, BallotRole.REDUCER, reason)))
     return Findings(tuple(blames), frozenset(culprits.givers))
 
 
@@ -151,7 +151,7 @@ def _disputed(round_: OpenRound, reducer: str, observers: int) -> Blame | None:
     if 2 * len(against) <= observers:
         return None
     reason = f"it told another digest of its merged stripe than {', '.join(against)} got from it"
-    return Blame(reducer, BallotPart.REDUCER, reason, is_proved=True)
+    return Blame(reducer, BallotRole.REDUCER, reason, is_proved=True)
 
 
 def blame_sums(
@@ -179,7 +179,7 @@ def blame_sums(
                 blames[reducer] = f"{place}, it reports {claim:.6g}"
             elif square > limit:
                 blames[reducer] = f"{place}, its members can't exceed {limit:.6g}"
-    return tuple(Blame(name, BallotPart.REDUCER, reason, is_proved=True) for name, reason in sorted(blames.items()))
+    return tuple(Blame(name, BallotRole.REDUCER, reason, is_proved=True) for name, reason in sorted(blames.items()))
 
 
 def differing_norms(before: QuestionedBallot, round_: OpenRound) -> set[Pair]:
@@ -212,8 +212,8 @@ def blame_norms(pairs: Collection[Pair], disputes: Mapping[str, Collection[str]]
         is_member = reducers > members or (reducers == members and set(disputes.get(member, ())) - {reducer})
         if is_member:
             reason = "reducers got other bytes of its contribution than the leader"
-            blames[member, BallotPart.MEMBER] = Blame(member, BallotPart.MEMBER, reason, is_proved=True)
+            blames[member, BallotRole.MEMBER] = Blame(member, BallotRole.MEMBER, reason, is_proved=True)
         else:
             reason = "the norms that it reports are not those which the leader finds"
-            blames[reducer, BallotPart.REDUCER] = Blame(reducer, BallotPart.REDUCER, reason, is_proved=True)
+            blames[reducer, BallotRole.REDUCER] = Blame(reducer, BallotRole.REDUCER, reason, is_proved=True)
     return tuple(blames[key] for key in sorted(blames))

@@ -46,7 +46,7 @@ class FollowedBallot:
             stored.
         is_lost: its merged stripes were dropped before they were written.
         drawn: the drawer's nonce, as it told it. nonces: all of the audit, as the leader told them.
-        projection: as far as it is worked out. has_row_order, has_payload_order: that part of it was ordered.
+        projection: as far as it is worked out. is_row_ordered, is_payload_ordered: that part of it was ordered.
     """
 
     leader: str
@@ -64,8 +64,8 @@ class FollowedBallot:
     drawn: AuditDrawn | None = None
     nonces: tuple[bytes, ...] = ()
     projection: Projection = NO_PROJECTION
-    has_row_order: bool = False
-    has_payload_order: bool = False
+    is_row_ordered: bool = False
+    is_payload_ordered: bool = False
 
     @property
     def drawer(self) -> str:

@@ -14,7 +14,7 @@ from diloco_node.core.rounds.evidence import (
     judge_absences,
 )
 from diloco_node.core.rounds.open_round import OpenRound, QuestionedBallot
-from diloco_node.core.rounds.suspicion import BallotPart, Blame, SuspicionBook
+from diloco_node.core.rounds.suspicion import BallotRole, Blame, SuspicionBook
 from diloco_node.numeric import NS_PER_S
 
 
@@ -25,21 +25,21 @@ class Judge:
         self.book = book
         self._region, self._context, self._effects = context.region, context, context.effects
         self._history = context.history
-        self._passed_over: set[str] = set()
+        self._probes_without_role: set[str] = set()
         self._disputes: dict[str, set[str]] = {}
 
     def judge_late(self, round_: OpenRound, *, now_ns: int) -> bool:
-        """Exclude the culprits of a ballot that missed its deadline from the round.
+        """Find the culprits of a ballot that missed its deadline, and take them out of its round.
 
         A ballot that tries a region has a short deadline. When it misses that, only those on trial are blamed.
 
-        Returns: whether this region is at fault, because merged stripes of the others do not come here.
+        Returns: whether this region is at fault itself: merged stripes of the others do not come here.
         """
         findings = judge_absences(round_, len(self._context.regions))
         if not round_.trials:
             self.blame_all(round_, findings.blames, now_ns=now_ns)
             return self._region in findings.cut_off
-        blames_by_role = {(blame.region, blame.part): blame for blame in findings.blames}
+        blames_by_role = {(blame.region, blame.role): blame for blame in findings.blames}
         blames = []
         for name, role in round_.trials:
             if (name, role) in blames_by_role:
@@ -68,7 +68,7 @@ class Judge:
     def judge_renamers(self, round_: OpenRound, *, now_ns: int) -> str:
         """Blame members that renamed their contribution: it never arrives whole. Return why, in words."""
         reason = "it gave its contribution another name in the same round"
-        blames = [Blame(name, BallotPart.MEMBER, reason, is_proved=True) for name in sorted(round_.renamers)]
+        blames = [Blame(name, BallotRole.MEMBER, reason, is_proved=True) for name in sorted(round_.renamers)]
         round_.renamers.clear()
         self.blame_all(round_, blames, now_ns=now_ns)
         return _listed(blames)
@@ -88,7 +88,7 @@ class Judge:
             round_.question = QuestionedBallot(round_.stripes, reports, round_.decision.contributions)
             self._note(round_, f"norms of {', '.join(members)} do not add up: the leader reduces all stripes itself")
             return ""
-        blames = [Blame(name, BallotPart.MEMBER, fault, is_proved=True) for name in members]
+        blames = [Blame(name, BallotRole.MEMBER, fault, is_proved=True) for name in members]
         self.blame_all(round_, blames, now_ns=now_ns)
         return _listed(blames)
 
@@ -108,8 +108,8 @@ class Judge:
     def on_commit(self, round_: OpenRound) -> None:
         """Clear the members and reducers of a committed ballot: each did its part."""
         assert round_.decision is not None
-        members = [(contribution.learner, BallotPart.MEMBER) for contribution in round_.decision.contributions]
-        for name, role in [*members, *((name, BallotPart.REDUCER) for name in round_.reducers)]:
+        members = [(contribution.learner, BallotRole.MEMBER) for contribution in round_.decision.contributions]
+        for name, role in [*members, *((name, BallotRole.REDUCER) for name in round_.reducers)]:
             if self.book.on_success(name, role):
                 self._effects.note("suspects", f"{name} takes part as {role} again")
 
@@ -117,27 +117,27 @@ class Judge:
         """Return the region to try in the next round; empty if there is none, or one is being tried."""
         if any(round_.trials for round_ in rounds):
             return ""
-        name = self.book.next_probe(now_ns=now_ns, without=self._passed_over)
-        if not name and self._passed_over:
-            self._passed_over.clear()
+        name = self.book.next_probe(now_ns=now_ns, without=self._probes_without_role)
+        if not name and self._probes_without_role:
+            self._probes_without_role.clear()
             name = self.book.next_probe(now_ns=now_ns)
         return name
 
     def trials(
         self, probe: str, members: Collection[str], reducers: Collection[str], *, now_ns: int
-    ) -> tuple[tuple[str, BallotPart], ...]:
+    ) -> tuple[tuple[str, BallotRole], ...]:
         """Find who is tried by a new ballot: the probed region in its suspended roles, and those that failed once.
 
         A small fragment may have fewer blocks than reducers, and no role for the probed region: then others go first.
         """
-        names_by_role = {BallotPart.MEMBER: members, BallotPart.REDUCER: reducers}
+        names_by_role = {BallotRole.MEMBER: members, BallotRole.REDUCER: reducers}
         probes = tuple(
             (probe, role)
             for role, names in names_by_role.items()
             if probe in names and probe in self.book.suspensions(role, now_ns=now_ns)
         )
         if probe and not probes:
-            self._passed_over.add(probe)
+            self._probes_without_role.add(probe)
         suspects = (
             (name, role)
             for role, names in names_by_role.items()
@@ -153,12 +153,12 @@ class Judge:
     def blame_all(self, round_: OpenRound, blames: Sequence[Blame], *, now_ns: int) -> None:
         """Take blamed regions out of this round, and suspend them."""
         for blame in blames:
-            if blame.part is BallotPart.REDUCER:
+            if blame.role is BallotRole.REDUCER:
                 round_.exclusions.add(blame.region)
             else:
                 round_.rejections[blame.region] = blame.reason
             pause_ns = self.book.blame(blame, opened_at_ns=round_.ballot_at_ns, now_ns=now_ns)
-            text = f"{blame.region} as {blame.part}: {blame.reason}"
+            text = f"{blame.region} as {blame.role}: {blame.reason}"
             if pause_ns is not None:
                 self._note(round_, f"{text}; left out for {pause_ns / NS_PER_S:.3g} s", is_alarm=True)
             else:

@@ -134,7 +134,7 @@ class RoundLeader:
         self.rounds.clear()
         self.proposals.clear()
         self._answers.clear()
-        self._eligibility.leaver = ""
+        self._eligibility.region_to_remove = ""
         self._merges.clear()
         self._audit.clear()
         self._agenda = self._new_agenda()
@@ -206,7 +206,7 @@ class RoundLeader:
     def let_go(self, region: str) -> bool:
         """Leave a region, or none, out of new ballots, for it is about to leave the run; whether no open
         round has it."""
-        self._eligibility.leaver = region
+        self._eligibility.region_to_remove = region
         return not any(region in (*round_.members, *round_.reducers) for round_ in self.rounds.values())
 
     def hold_merges(self, *, now_ns: int) -> bool:

@@ -11,7 +11,7 @@ from diloco_node.core.merge.numbers import MergeNumbers, is_same_norm
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX
 from diloco_node.core.messages import AuditDrawn, BallotOpened, MergeDecided, Receipt, ReductionReported
 from diloco_node.core.projections import Window
-from diloco_node.core.rounds.suspicion import BallotPart
+from diloco_node.core.rounds.suspicion import BallotRole
 from diloco_node.core.types import Ballot, Contribution, Stripe
 
 
@@ -96,7 +96,7 @@ class OpenRound:
     own_rows: dict[tuple[Window, ...], tuple[tuple[float, ...], ...]] = field(default_factory=dict)
     projecting: set[tuple[Window, ...]] = field(default_factory=set)
     question: QuestionedBallot | None = None
-    trials: tuple[tuple[str, BallotPart], ...] = ()
+    trials: tuple[tuple[str, BallotRole], ...] = ()
     renamers: set[str] = field(default_factory=set)
     rejections: dict[str, str] = field(default_factory=dict)
     exclusions: set[str] = field(default_factory=set)

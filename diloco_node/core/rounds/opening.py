@@ -9,7 +9,7 @@ from typing import Final
 
 from diloco_node.core.merge.quorum import LearnerDue, ReportSpread, RoundTiming, decide_open, quorum_size
 from diloco_node.core.merge.schedule import (
-    StepTime,
+    MovingAverage,
     earliest_open_ns,
     median_step_time_ns,
     most_overdue_first,
@@ -54,8 +54,8 @@ class Opener:
         self._history, self._liveness = context.history, context.liveness
         self._due: dict[int, dict[str, int]] = {fragment: {} for fragment in range(self._fragments)}
         self._last_open_ns: int | None = None
-        self._quorum_time = StepTime()
-        self._sync_time = StepTime()
+        self._quorum_time = MovingAverage()
+        self._sync_time = MovingAverage()
         self._spread = ReportSpread()
         # By learner that leaves, and its incarnation: the rounds that were opened early for it.
         self._leave_rounds: Counter[tuple[str, int]] = Counter()

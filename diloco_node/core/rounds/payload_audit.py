@@ -17,7 +17,7 @@ from diloco_node.core.rounds.audit_draw import commitment_of, drawer_of, nonce_o
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.judge import Judge
 from diloco_node.core.rounds.open_round import OpenRound
-from diloco_node.core.rounds.suspicion import BallotPart, Blame
+from diloco_node.core.rounds.suspicion import BallotRole, Blame
 from diloco_node.core.types import Ballot, Contribution, MergeRule
 
 Rows = tuple[tuple[float, ...], ...]
@@ -186,7 +186,7 @@ class PayloadAudit:
         blames = [
             Blame(
                 contribution.learner,
-                BallotPart.MEMBER,
+                BallotRole.MEMBER,
                 "it told other projections of its contribution than the leader finds",
                 is_proved=True,
             )
@@ -194,7 +194,7 @@ class PayloadAudit:
             if claims and has_other_projections(contribution, question.windows, claims, values)
         ]
         wrong = wrong_reducers(question.windows, question.projection, question.coefficients, truth)
-        blames += [Blame(name, BallotPart.REDUCER, reason, is_proved=True) for name, reason in wrong.items()]
+        blames += [Blame(name, BallotRole.REDUCER, reason, is_proved=True) for name, reason in wrong.items()]
         self._judge.blame_all(round_, blames, now_ns=now_ns)
 
 

@@ -5,7 +5,8 @@ A region that fails its part once is tried by the next ballot, with a short dead
 fails twice in a row, and at once if it disagrees with the majority of the others. After the pause a short ballot tries
 it again. Each further failure doubles the pause.
 
-The book belongs to one leader. The next one learns again; what the ballots of this one said is its first strike.
+Each leader keeps a book of its own. A new one begins with what the leader before announced: those regions have failed
+once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ REASON_SHOWN_MAX: Final = 160
 """Longest reason that a ballot tells of a suspended region."""
 
 
-class BallotPart(StrEnum):
+class BallotRole(StrEnum):
     """The role of a region in a ballot."""
 
     MEMBER = "member"
@@ -51,7 +52,7 @@ class Blame:
     """
 
     region: str
-    part: BallotPart
+    role: BallotRole
     reason: str
     is_proved: bool = False
 
@@ -77,14 +78,14 @@ class SuspicionBook:
 
     def __init__(self, *, ballot_ns: int) -> None:
         self.ballot_ns = ballot_ns
-        self._suspects: dict[tuple[str, BallotPart], _Suspect] = {}
+        self._suspects: dict[tuple[str, BallotRole], _Suspect] = {}
 
     def blame(self, blame: Blame, *, opened_at_ns: int, now_ns: int) -> int | None:
         """Record that a region failed its part in a ballot that was opened then.
 
         Returns: how long it is suspended from now on; None if it is not, or was already.
         """
-        suspect = self._suspects.setdefault((blame.region, blame.part), _Suspect(blame.reason))
+        suspect = self._suspects.setdefault((blame.region, blame.role), _Suspect(blame.reason))
         is_same_cause = opened_at_ns < suspect.failed_at_ns
         is_out = suspect.until_ns is not None and now_ns < suspect.until_ns
         if is_out or (is_same_cause and not blame.is_proved):
@@ -98,7 +99,7 @@ class SuspicionBook:
         suspect.until_ns = now_ns + pause_ns
         return pause_ns
 
-    def on_success(self, region: str, role: BallotPart) -> bool:
+    def on_success(self, region: str, role: BallotRole) -> bool:
         """Record a committed ballot in which the region did its part; return whether it was suspended before."""
         suspect = self._suspects.get((region, role))
         if suspect is None:
@@ -120,16 +121,16 @@ class SuspicionBook:
         the first pause.
         """
         self._suspects.clear()
-        known_roles = {(name, role) for name in regions for role in BallotPart}
+        known_roles = {(name, role) for name in regions for role in BallotRole}
         for line in left_out:
             if (line.region, line.part) in known_roles:
                 reason = f"{line.reason[:REASON_SHOWN_MAX]}, said the leader before"
-                self._suspects[line.region, BallotPart(line.part)] = _Suspect(reason, failures=1)
-        for role in BallotPart if predecessor else ():
+                self._suspects[line.region, BallotRole(line.part)] = _Suspect(reason, failures=1)
+        for role in BallotRole if predecessor else ():
             until_ns = now_ns + PAUSE_BALLOTS * self.ballot_ns
             self._suspects[predecessor, role] = _Suspect(HANDED_OVER, failures=FAILURES_MAX, level=1, until_ns=until_ns)
 
-    def suspensions(self, role: BallotPart, *, probe: str = "", now_ns: int) -> dict[str, str]:
+    def suspensions(self, role: BallotRole, *, probe: str = "", now_ns: int) -> dict[str, str]:
         """Return the suspended regions of a role, each with the reason, but a probe whose pause is over."""
         return {
             name: suspect.reason
@@ -153,7 +154,7 @@ class SuspicionBook:
             default=0,
         )
 
-    def is_doubted(self, region: str, role: BallotPart) -> bool:
+    def is_doubted(self, region: str, role: BallotRole) -> bool:
         """Whether the region failed this role in its last ballot, and is not suspended for it: the next ballot shows
         more."""
         suspect = self._suspects.get((region, role))

@@ -39,8 +39,7 @@ def script_text(plan: FaultPlan) -> str:
 def read_script(file: Path, regions: Sequence[str]) -> FaultPlan:
     """Read a script; its lines may stand in any order.
 
-    Args:
-        regions: those that are there from the beginning, as voters; others may join.
+    regions: those that are there from the beginning, as voters; others may join.
 
     A region that is not there at its time is struck by nothing; what a member can't do then the run itself refuses.
 

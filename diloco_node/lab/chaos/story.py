@@ -98,8 +98,7 @@ class LifeSpan:
 def timed_merges(entries: Iterable[Entry], samples: Sequence[RunSample], sizes: Sequence[int]) -> list[TimedMerge]:
     """The rounds of a ledger, each at the time of the first sample that knows it as committed; later ones are left out.
 
-    Args:
-        entries: in the order of their index. samples: in the order of their time. sizes: values of each fragment.
+    entries: in the order of their index. samples: in the order of their time. sizes: values of each fragment.
     """
     merges, total, at = [], sum(sizes), 0
     for entry in entries:
@@ -194,8 +193,7 @@ def compare(training: Mapping[str, Any], baseline: Mapping[str, Any], *, ends_by
 
     Without figures of single regions in either run, None stands for theirs. Losses are compared at equal tokens only.
 
-    Args:
-        ends_by_tokens: both runs end when the same number of tokens is merged.
+    ends_by_tokens: both runs end when the same number of tokens is merged.
     """
     tokens_of, baseline_tokens_of = training["tokens_merged_of"], baseline["tokens_merged_of"]
     own, undisturbed = training["final"], baseline["final"]
@@ -299,8 +297,7 @@ def rejoins(
 def outage_document(outage: Outage, samples: Sequence[RunSample], merges: Sequence[TimedMerge]) -> dict[str, Any]:
     """Build the report's field `outage`: what a region that was cut off did alone, and when it was merged again.
 
-    Args:
-        outage: a cut of one region from all others. samples: some before and after it.
+    outage: a cut of one region from all others. samples: some before and after it.
     """
     name, end_ns = outage.scope.region, outage.at_ns + outage.for_ns
     inside = [sample for sample in samples if outage.at_ns <= sample.at_ns <= end_ns]

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_node.cli.options import parse_option
 from diloco_node.cli.tables import table_lines
 from diloco_node.errors import ConfigError
 
@@ -113,11 +112,12 @@ def heal(
     if peer or one_way:
         raise ConfigError("--from and --one-way say which path of a region: name the region, or leave them out")
     from diloco_node.lab.wan import emulation
+    from diloco_node.lab.wan.control import request
 
     _need_root()
     state = emulation.find(name)
     answers = [
-        emulation.command(state, {"do": "heal", "region": place.region, "other": "", "direction": "both"})
+        request(state.socket, {"do": "heal", "region": place.region, "other": "", "direction": "both"})
         for place in state.places()
     ]
     _show_answer({**answers[-1], "healed": sum(answer["healed"] for answer in answers)}, as_json=as_json)
@@ -137,31 +137,20 @@ def set_path(
     as_json: JsonOption = False,
 ) -> None:
     """Change paths of a region until `heal`: delay, jitter, loss, rate."""
-    from diloco_node.config.units import parse_duration
-    from diloco_node.lab.wan.topology import parse_loss
-
-    _send(
-        "set",
-        region,
-        peer,
-        one_way,
-        name=name,
-        as_json=as_json,
-        delay_ns=None if delay is None else parse_option("--delay", delay, parse_duration).ns,
-        jitter_ns=None if jitter is None else parse_option("--jitter", jitter, parse_duration).ns,
-        loss_ppm=None if loss is None else parse_option("--loss", loss, parse_loss),
-        rate=rate,
-    )
+    values = {"delay": delay, "jitter": jitter, "loss": loss, "rate": rate}
+    values = {key: value for key, value in values.items() if value is not None}
+    _send("set", region, peer, one_way, name=name, as_json=as_json, **values)
 
 
 @app.command()
 def status(*, name: NameOption = None, as_json: JsonOption = False) -> None:
     """Show what is emulated and cut, and how much each pair has carried, lost and dropped."""
     from diloco_node.lab.wan import emulation
+    from diloco_node.lab.wan.control import request
 
     _need_root()
     state = emulation.find(name)
-    answer = emulation.command(state, {"do": "status"})
+    answer = request(state.socket, {"do": "status"})
     if as_json:
         typer.echo(json.dumps({**_document(state), **answer}))
         return
@@ -178,13 +167,14 @@ def status(*, name: NameOption = None, as_json: JsonOption = False) -> None:
 
 def _send(verb: str, region: str, peer: str, one_way: str, *, name: str | None, as_json: bool, **values: Any) -> None:
     from diloco_node.lab.wan import emulation
+    from diloco_node.lab.wan.control import request
 
     _need_root()
     if one_way not in ("", "out", "in"):
         raise ConfigError(f"--one-way is {one_way!r}: use out or in")
     state = emulation.find(name)
     command = {"do": verb, "region": region, "other": peer, "direction": one_way or "both", **values}
-    _show_answer(emulation.command(state, command), as_json=as_json)
+    _show_answer(request(state.socket, command), as_json=as_json)
 
 
 def _show_answer(answer: dict[str, Any], *, as_json: bool) -> None:

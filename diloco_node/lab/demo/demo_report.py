@@ -76,8 +76,7 @@ def check_folder(
 ) -> AccountReport:
     """Recompute the token account of a finished run from its regions' folders.
 
-    Args:
-        former: regions that have left: their ledgers end early, their learners' counts go in.
+    former: regions that have left: their ledgers end early, their learners' counts go in.
 
     Raises StorageError: a folder is damaged or incomplete.
     """

@@ -12,6 +12,7 @@ from typing import Any, Final
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.wan import emulation
+from diloco_node.lab.wan.control import request
 from diloco_node.lab.wan.emulation_state import EmulationState
 from diloco_node.lab.wan.namespaces import Place
 from diloco_node.lab.wan.topology import Topology, load_topology, parse_topology
@@ -80,13 +81,13 @@ class DemoWan:
         if self._state is not None:
             state, self._state = self._state, None
             with contextlib.suppress(DilocoError):
-                self._carried = await asyncio.to_thread(emulation.command, state, {"do": "status"})
+                self._carried = await asyncio.to_thread(request, state.socket, {"do": "status"})
             await asyncio.to_thread(emulation.down, state.run)
 
     async def start_timetable(self) -> None:
         """The training has begun: the file's outages count from now."""
         if self.topology.outages and self._state is not None:
-            await asyncio.to_thread(emulation.command, self._state, {"do": "timetable"})
+            await asyncio.to_thread(request, self._state.socket, {"do": "timetable"})
 
     def report(self) -> dict[str, Any]:
         """The report's field `wan`."""

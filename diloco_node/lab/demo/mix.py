@@ -59,8 +59,7 @@ class LearnerMix:
 def parse_mix(speeds: str, batches: str, names: Sequence[str], *, ranks: str = "", shards: str = "") -> LearnerMix:
     """From the command line.
 
-    Args:
-        speeds, batches, ranks, shards: with commas, one for each of `names`; "" for none.
+    speeds, batches, ranks, shards: with commas, one for each of `names`; "" for none.
 
     Raises ConfigError: a wrong number of them, or one that can't be.
     """

@@ -36,8 +36,7 @@ class RowCount:
 def count_rows(entries: Iterable[Entry], fragment_sizes: Sequence[int]) -> RowCount:
     """Count the rows that a run's contributions name.
 
-    Args:
-        entries: all committed ones, from entry 1 on. fragment_sizes: values of each fragment, by index.
+    entries: all committed ones, from entry 1 on. fragment_sizes: values of each fragment, by index.
     """
     ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}
     positions: dict[int, int] = {}

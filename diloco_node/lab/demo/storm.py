@@ -50,8 +50,7 @@ how it is shown, and what strikes it; `step_seconds` stands for the step time. A
 def comparable(options: DemoOptions, names: Sequence[str], *, step_seconds: float) -> dict[str, Any]:
     """The settings of a demo that its figures hang on, as they stand in its report: by name, fit for JSON.
 
-    Args:
-        names: its regions. step_seconds: what an inner step of the fastest learner takes at least.
+    names: its regions. step_seconds: what an inner step of the fastest learner takes at least.
     """
     settings = {
         option.name: getattr(options, option.name) for option in fields(options) if option.name not in UNCOMPARED
@@ -67,8 +66,7 @@ def comparable(options: DemoOptions, names: Sequence[str], *, step_seconds: floa
 def read_baseline(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The field `training` of an undisturbed demo's report.
 
-    Args:
-        settings: those of the demo that is to be compared with it.
+    settings: those of the demo that is to be compared with it.
 
     Orders of a script are no storm.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco_node.lab.wan.topology import Outage, Pair, Path, PathChange, Scope, Topology
+from diloco_node.lab.wan.topology import Outage, Path, PathChange, Scope, Topology
 
 
 class Conditions:
@@ -32,8 +32,7 @@ class Conditions:
     def heal(self, scope: Scope) -> int:
         """Take cuts and changes back.
 
-        Args:
-            scope: a region alone takes back everything that names it, at either end; else exactly this scope.
+        scope: a region alone takes back everything that names it, at either end; else exactly this scope.
 
         Returns: how many were taken back; 0 when there were none.
 
@@ -67,10 +66,6 @@ class Conditions:
                 path = change.apply(path)
         return path
 
-    def paths(self) -> dict[Pair, Path | None]:
-        """All of them."""
-        return {pair: self.path(*pair) for pair in self.topology.paths}
-
     def lines(self) -> list[str]:
         """Return cuts and changes in force, in words, for `wan status`."""
         return [f"cut {scope}" for scope in self._cuts] + [f"changed {scope}" for scope in self._changes]
@@ -91,8 +86,7 @@ class _Step:
 class Timetable:
     """The outages of a file on a clock. `wake_at_ns` says when `advance` is next due; None when nothing is left.
 
-    Args:
-        outages: by their start. started_ns: monotonic, what the file's times count from.
+    outages: by their start. started_ns: monotonic, what the file's times count from.
     """
 
     def __init__(self, outages: Sequence[Outage], *, started_ns: int) -> None:

@@ -1,7 +1,7 @@
 """The emulation's control socket: one JSON object per line in, one per line out. Root's own, mode 0600.
 
 Commands: `{"do": "status"}`, `cut` and `heal` with `region`, `other`, `direction` (see `topology.Scope`), `set` with
-those and `delay_ns`, `jitter_ns`, `loss_ppm`, `rate` ("1Gbit/s"), `timetable` (start the file's outages now), `stop`.
+those and `delay`, `jitter`, `loss`, `rate` as a file has them, `timetable` (start the file's outages now), `stop`.
 The answer has `"ok": true`, or `"ok": false` and `"error"`.
 """
 
@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from diloco_node.config.units import parse_rate
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
-from diloco_node.lab.wan.topology import DELAY_NS_MAX, PPM, PathChange, Scope
+from diloco_node.lab.wan.topology import Scope
 
 LINE_BYTES_MAX: Final = 1 << 20
 CONNECTIONS_MAX: Final = 16
@@ -147,24 +146,3 @@ def scope_of(command: Mapping[str, Any]) -> Scope:
     if region == peer:
         raise ConfigError(f"{region} can't be cut from itself")
     return Scope(region, peer, direction)
-
-
-def change_of(command: Mapping[str, Any]) -> PathChange:
-    """The change that a `set` command names. Raises ConfigError: a value is malformed, or there is none."""
-    limits = {"delay_ns": DELAY_NS_MAX, "jitter_ns": DELAY_NS_MAX, "loss_ppm": PPM}
-    values: dict[str, Any] = {}
-    for key, most in limits.items():
-        value = command.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
-            raise ConfigError(f"{key} is {value!r}: it must lie between 0 and {most}")
-        values[key] = value
-    if command.get("rate") is not None:
-        try:
-            values["rate"] = parse_rate(command["rate"])
-        except ValueError as error:
-            raise ConfigError(f"rate is {command['rate']!r}: {error}") from None
-    if not values:
-        raise ConfigError("nothing to set: give a delay, jitter, loss or rate")
-    return PathChange(**values)

@@ -7,12 +7,10 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Final
 
 from diloco_node.errors import ConfigError, DilocoError
-from diloco_node.lab.wan import control
 from diloco_node.lab.wan.emulation_state import EmulationState, remove_all, runs, start_ticks, state_file, stop_keeper
 from diloco_node.lab.wan.namespaces import (
     PREFIX,
@@ -168,14 +166,6 @@ def find(run: str | None) -> EmulationState:
     if run not in run_names:
         raise ConfigError(f"no emulation {run}; there are: {', '.join(run_names) or 'none'}")
     return EmulationState.load(state_file(run))
-
-
-def command(state: EmulationState, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Send the keeper a command (see `control`).
-
-    Raises PeersUnreachable: the keeper is gone. ConfigError: it refused.
-    """
-    return control.request(state.socket, order)
 
 
 def _probe_tun() -> str:

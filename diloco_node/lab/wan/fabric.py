@@ -47,8 +47,7 @@ class Fabric:
     Call `admit` for a packet that a region sent; `arrive` at the time it returned; the packet may be handed over at the
     time that `arrive` returned. Calls come in order of time (per region); late calls only make packets late.
 
-    Args:
-        conditions: read by `reload` only. seed: of jitter and loss.
+    conditions: read by `reload` only. seed: of jitter and loss.
     """
 
     def __init__(self, conditions: Conditions, *, seed: int) -> None:
@@ -102,8 +101,7 @@ class Fabric:
     def admit(self, source: int, target: int, size: int, packets: int, *, now_ns: int) -> tuple[int, int] | None:
         """A packet left its region.
 
-        Args:
-            source, target: numbers of the regions. size: bytes on the wire. packets: that it stands for.
+        source, target: numbers of the regions. size: bytes on the wire. packets: that it stands for.
 
         Returns: (when its first, when its last byte reaches the other region's downlink); None: it is dropped.
         """
@@ -137,8 +135,7 @@ class Fabric:
     def arrive(self, source: int, target: int, size: int, packets: int, *, first_ns: int, last_ns: int) -> int | None:
         """A packet is at the other region's downlink.
 
-        Args:
-            first_ns, last_ns: what `admit` said.
+        first_ns, last_ns: what `admit` said.
 
         Returns: when it may be handed over; None: dropped (the queue is full, or the path was cut meanwhile).
         """

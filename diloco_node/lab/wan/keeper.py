@@ -21,10 +21,11 @@ from typing import Any, Final
 
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.lab.wan.conditions import Conditions, Timetable
-from diloco_node.lab.wan.control import ControlServer, change_of, scope_of
+from diloco_node.lab.wan.control import ControlServer, scope_of
 from diloco_node.lab.wan.emulation_state import EmulationState, remove_all
 from diloco_node.lab.wan.namespaces import end_processes
 from diloco_node.lab.wan.router import TunPlane
+from diloco_node.lab.wan.topology import parse_change
 from diloco_node.numeric import NS_PER_S
 
 IDLE_S: Final = 3600.0
@@ -109,7 +110,10 @@ class Keeper:
                 return {**self._apply_changes(f"{scope}: healed"), "healed": count}
             case "set":
                 scope = scope_of(command)
-                self._conditions.change(scope, change_of(command))
+                change = parse_change(command, "set")
+                if change is None:
+                    raise ConfigError("nothing to set: give a delay, jitter, loss or rate")
+                self._conditions.change(scope, change)
                 return self._apply_changes(f"{scope}: set")
             case "timetable":
                 self._start_timetable()

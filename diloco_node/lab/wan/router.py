@@ -47,8 +47,7 @@ class _Packet:
 class TunPlane:
     """The router. Give `fds` to select, the readable ones to `read`, and call `forward` when `wake_at_ns` is due.
 
-    Args:
-        places: the regions, in the topology's order; their namespaces exist. seed: of jitter and loss.
+    places: the regions, in the topology's order; their namespaces exist. seed: of jitter and loss.
 
     Raises DilocoError: a device can't be made.
     """

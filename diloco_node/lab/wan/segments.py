@@ -60,8 +60,7 @@ def header_bytes(packet: bytes) -> int:
 def without(packet: bytes, numbers: Sequence[int]) -> list[bytes]:
     """Cut a segmented TCP packet down to what is left when some of its packets are lost.
 
-    Args:
-        packet: as `wire_size` counts it. numbers: numbers of lost packets, from 0, rising; not empty.
+    packet: as `wire_size` counts it. numbers: numbers of lost packets, from 0, rising; not empty.
 
     Returns: packets, one per run of survivors, in order; each with its own length, sequence number and checksums.
     """

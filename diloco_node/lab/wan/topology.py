@@ -59,7 +59,7 @@ QUEUE_NS_DEFAULT: Final = 50 * 10**6
 PPM: Final = 1_000_000
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
-_PATH_KEYS: Final = ("delay", "jitter", "loss", "rate")
+PATH_KEYS: Final = ("delay", "jitter", "loss", "rate")
 _DIRECTIONS: Final = ("both", "out", "in")
 
 T = TypeVar("T")
@@ -176,15 +176,6 @@ class Topology:
                 return region
         raise ConfigError(f"region {name!r} is not in topology {self.name}; it has {', '.join(self.names)}")
 
-    def rtt_ns(self, source: str, target: str) -> int:
-        """There and back, without queues."""
-        return self.paths[source, target].delay_ns + self.paths[target, source].delay_ns
-
-    def rate(self, source: str, destination: str) -> Rate:
-        """Return the rate of a pair when nothing else is sent: the slowest part of the way."""
-        rates = [self.region(source).egress, self.region(destination).ingress, self.paths[source, destination].rate]
-        return min(rate for rate in rates if rate is not None)
-
     def first(self, count: int) -> Topology:
         """The same with its first regions only; outages that name others are left out.
 
@@ -218,8 +209,7 @@ def load_topology(file: FilePath) -> Topology:
 def parse_topology(text: str, *, name: str) -> Topology:
     """Check the text of a topology file.
 
-    Args:
-        text: TOML. name: what the topology is called in messages, and how its namespaces are called.
+    text: TOML. name: what the topology is called in messages, and how its namespaces are called.
 
     Raises ConfigError: see load_topology.
     """
@@ -289,12 +279,12 @@ class _Reader:
     def paths(self, names: tuple[str, ...]) -> dict[Pair, Path]:
         where = f"topology {self._name}, [default_link]"
         default = self._table("default_link")
-        _refuse_unknown(default, {"rtt", *_PATH_KEYS}, where)
+        _refuse_unknown(default, {"rtt", *PATH_KEYS}, where)
         fallback = _path(default, where) if default else None
         paths: dict[Pair, Path] = {}
         for index, link in enumerate(self._list("links", LINKS_MAX)):
             where = f"topology {self._name}, [[links]] number {index + 1}"
-            _refuse_unknown(link, {"between", "from", "to", "rtt", *_PATH_KEYS}, where)
+            _refuse_unknown(link, {"between", "from", "to", "rtt", *PATH_KEYS}, where)
             scope = _ends(link, names, where)
             if scope.direction != "both" and "rtt" in link:
                 raise ConfigError(f"{where}: one direction has a delay, not an rtt")
@@ -317,12 +307,12 @@ class _Reader:
         outages = []
         for index, table in enumerate(self._list("outages", OUTAGES_MAX)):
             where = f"topology {self._name}, [[outages]] number {index + 1}"
-            _refuse_unknown(table, {"at", "for", "cut", "direction", "between", "from", "to", *_PATH_KEYS}, where)
+            _refuse_unknown(table, {"at", "for", "cut", "direction", "between", "from", "to", *PATH_KEYS}, where)
             at_ns = _duration(_required(table, "at", where, "40s"), f"{where} at")
             for_ns = _duration(_required(table, "for", where, "20s"), f"{where} for")
             if for_ns == 0:
                 raise ConfigError(f"{where}: for is 0s; an outage lasts")
-            change = _change(table, where)
+            change = parse_change(table, where)
             if "cut" in table and change is not None:
                 raise ConfigError(f"{where}: a cut has no delay, jitter, loss or rate; name two regions by between")
             outages.append(Outage(at_ns, for_ns, _outage_scope(table, names, where), change))
@@ -349,24 +339,23 @@ def _path(table: dict[str, Any], where: str) -> Path:
     if ("rtt" in table) == ("delay" in table):
         raise ConfigError(f'{where}: give either rtt (there and back) or delay (one way), such as rtt = "40ms"')
     if "rtt" in table:
-        delay_ns = _duration(table["rtt"], f"{where} rtt") // 2
+        delay_ns = _delay(table["rtt"], f"{where} rtt", parts=2)
     else:
-        delay_ns = _duration(table["delay"], f"{where} delay")
-    change = _change({key: table[key] for key in ("jitter", "loss", "rate") if key in table}, where)
+        delay_ns = _delay(table["delay"], f"{where} delay")
+    change = parse_change({key: table[key] for key in ("jitter", "loss", "rate") if key in table}, where)
     path = (change or PathChange()).apply(Path(delay_ns))
-    if delay_ns > DELAY_NS_MAX:
-        raise ConfigError(f"{where}: a delay of {Duration(delay_ns)} is longer than 10s")
     if path.jitter_ns > delay_ns:
         raise ConfigError(f"{where}: jitter {Duration(path.jitter_ns)} is larger than the delay, {Duration(delay_ns)}")
     return path
 
 
-def _change(table: dict[str, Any], where: str) -> PathChange | None:
-    if not any(key in table for key in _PATH_KEYS):
+def parse_change(table: Mapping[str, Any], where: str) -> PathChange | None:
+    """The values that a table has of a path; None: it has none. Raises ConfigError: one is wrong."""
+    if not any(key in table for key in PATH_KEYS):
         return None
     return PathChange(
-        delay_ns=_duration(table["delay"], f"{where} delay") if "delay" in table else None,
-        jitter_ns=_duration(table["jitter"], f"{where} jitter") if "jitter" in table else None,
+        delay_ns=_delay(table["delay"], f"{where} delay") if "delay" in table else None,
+        jitter_ns=_delay(table["jitter"], f"{where} jitter") if "jitter" in table else None,
         loss_ppm=_parse(table["loss"], f"{where} loss", parse_loss) if "loss" in table else None,
         rate=_parse(table["rate"], f"{where} rate", parse_rate) if "rate" in table else None,
     )
@@ -428,6 +417,13 @@ def _required(table: dict[str, Any], key: str, where: str, example: str) -> obje
 
 def _duration(value: object, where: str) -> int:
     return _parse(value, where, parse_duration).ns
+
+
+def _delay(value: object, where: str, *, parts: int = 1) -> int:
+    delay_ns = _duration(value, where) // parts
+    if delay_ns > DELAY_NS_MAX:
+        raise ConfigError(f"{where} is {value!r}: a delay of {Duration(delay_ns)} is longer than 10s")
+    return delay_ns
 
 
 def _parse(value: object, where: str, parse: Callable[[object], T]) -> T:

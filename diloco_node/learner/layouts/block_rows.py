@@ -65,11 +65,9 @@ def is_in_rows(blocks: FragmentBlocks, piece: int) -> bool:
 def encode_rows(gradient: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
     """Encode blocks on their device, without waiting for it.
 
-    Args:
-        gradient: shape (blocks, 256), float32; used up.
+    gradient: shape (blocks, 256), float32; used up.
 
-    Returns:
-        `EncodedRows.code_bytes` and `squares`, on the same device.
+    Returns: `EncodedRows.code_bytes` and `squares`, on the same device.
     """
     largest = (gradient.view(torch.int32) & _SIGNLESS).amax(1)
     is_flushed = largest < _FLUSH_BITS

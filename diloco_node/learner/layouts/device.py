@@ -241,8 +241,7 @@ class DeviceLane:
             base: shape (values,), float32, CPU, page-locked.
             blocks: of the fragment, of which this rank holds all.
 
-        Returns:
-            By number of the piece, in the room's memory.
+        Returns: by number of the piece, in the room's memory.
         """
         if self._may_encode:
             try:
@@ -306,8 +305,7 @@ class DeviceLane:
     def send(self, room: Room, new: Sequence[Tensor], anchor: Sequence[Tensor]) -> None:
         """Copy a version into staging, and wait until it is there.
 
-        Args:
-            new, anchor: float32, CPU, which make up the fragment's vector; an empty `anchor` if nothing is kept.
+        new, anchor: float32, CPU, which make up the fragment's vector; an empty `anchor` if nothing is kept.
         """
         for row, vectors in enumerate((new, anchor)):
             end = 0
@@ -330,8 +328,7 @@ class DeviceLane:
     def apply(self, room: Room, *, is_anchored: bool, carry_factor: float) -> None:
         """Order the carry-over of what was sent, as `ModelTensors.shift`: in place, each operation rounded by itself.
 
-        Args:
-            is_anchored: whether own steps are kept; else the values are those of the version.
+        is_anchored: whether own steps are kept; else the values are those of the version.
         """
         check_not_capturing("call step() after each replay")
         self._tensors.reshard()
@@ -400,8 +397,7 @@ class LateNumbers:
     def __init__(self, numbers: Tensor, room: Tensor | None = None) -> None:
         """Order the copy.
 
-        Args:
-            numbers: shape (k,). room: shape (at least k,), float32, page-locked, used until they were read; None: own.
+        numbers: shape (k,). room: shape (at least k,), float32, page-locked, used until they were read; None: own.
         """
         self._numbers = numbers
         self._event = None
@@ -434,8 +430,7 @@ def has_streams(device: torch.device) -> bool:
 def encodes_there(devices: Collection[torch.device], codec: Codec, encode: Encoder, *, is_gathered: bool) -> bool:
     """Whether contributions are encoded on the devices of the model; says why not, where that was asked for.
 
-    Args:
-        encode: `[learner] encode`. is_gathered: other ranks hold parts of the fragments.
+    encode: `[learner] encode`. is_gathered: other ranks hold parts of the fragments.
     """
     if encode != "device":
         return False

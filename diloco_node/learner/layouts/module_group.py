@@ -13,8 +13,7 @@ from diloco_node.errors import LearnerError
 class ModuleGroup(nn.Module):
     """The modules side by side. Names are those inside each module: those of one model stay as they are without others.
 
-    Raises:
-        LearnerError: two of them have a parameter or a buffer of the same name.
+    Raises LearnerError: two of them have a parameter or a buffer of the same name.
     """
 
     def __init__(self, members: Sequence[nn.Module]) -> None:

@@ -98,8 +98,8 @@ class ShardMap:
     Attributes:
         ranks: how many.
 
-    Raises:
-        LearnerError: boxes overlap without being equal, lie outside of their tensor, or leave a part of it to nobody.
+    Raises LearnerError: boxes overlap without being equal, lie outside of their tensor, or leave a part of it to
+    nobody.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], holdings: Sequence[Mapping[str, Iterable[Box]]]) -> None:
@@ -154,8 +154,7 @@ def describe(
 ) -> bytes:
     """Describe one rank's part of the model, as JSON.
 
-    Args:
-        marks: see `ModelTensors`.
+    marks: see `ModelTensors`.
     """
     marks = marks or {}
     entries = [
@@ -174,11 +173,9 @@ def describe(
 def agreed(documents: Sequence[bytes]) -> tuple[tuple[TensorSpec, ...], ShardMap]:
     """Put together what all ranks hold; each rank comes to the same.
 
-    Args:
-        documents: of `describe`, by rank.
+    documents: of `describe`, by rank.
 
-    Raises:
-        LearnerError: they do not make one model.
+    Raises LearnerError: they do not make one model.
     """
     specs: dict[str, tuple[TensorSpec, int]] = {}
     holdings: list[dict[str, list[Box]]] = []
@@ -206,8 +203,7 @@ def agreed(documents: Sequence[bytes]) -> tuple[tuple[TensorSpec, ...], ShardMap
 def _check_not_tied(copies: Sequence[tuple[str, int]], holdings: Sequence[Mapping[str, object]]) -> None:
     """Raise LearnerError: tensors of one value and several names are on ranks of which none has both.
 
-    Args:
-        copies: name and rank of each. holdings: by rank, what it has.
+    copies: name and rank of each. holdings: by rank, what it has.
     """
     first, rank = copies[0]
     for name, other_rank in copies:

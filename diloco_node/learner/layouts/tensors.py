@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
@@ -110,9 +110,8 @@ class ModelTensors:
             hold besides the model.
         unknown: what is wrong with patterns, rules and masters that nothing here fits. Another rank may have it.
 
-    Raises:
-        LearnerError: a parameter is sharded in a way that can't be followed, has no memory, or is of a type that can't
-            be merged.
+    Raises LearnerError: a parameter is sharded in a way that can't be followed, has no memory, or is of a type that
+    can't be merged.
     """
 
     def __init__(
@@ -210,8 +209,7 @@ class ModelTensors:
     def check_known(self, all_bytes: Callable[[bytes], list[bytes]]) -> None:
         """Raise LearnerError: a pattern, rule or master fits nothing on any rank.
 
-        Args:
-            all_bytes: the bytes of every rank, on every rank.
+        all_bytes: the bytes of every rank, on every rank.
         """
         absent = [set(json.loads(text)) for text in all_bytes(json.dumps(sorted(self.unknown)).encode())]
         if nowhere := sorted(set.intersection(*absent)):
@@ -231,8 +229,7 @@ class ModelTensors:
     def read(self, local: LocalFragment, out: Tensor) -> None:
         """Copy the values.
 
-        Args:
-            out: shape (part.size,), float32, CPU; overwritten.
+        out: shape (part.size,), float32, CPU; overwritten.
         """
         with torch.no_grad():
             sources = self.in_place(local.slabs)
@@ -246,8 +243,7 @@ class ModelTensors:
     def write(self, local: LocalFragment, values: Tensor) -> None:
         """Overwrite the values.
 
-        Args:
-            values: shape (part.size,), float32, CPU. Not changed.
+        values: shape (part.size,), float32, CPU. Not changed.
         """
         self.reshard()
         with torch.no_grad():
@@ -318,29 +314,18 @@ class ModelTensors:
             ]
         )
 
-    def rest_of_state(self, *, is_kept: bool) -> dict[str, Tensor]:
-        """Copy the entries of `state_dict()` that are not merged: buffers and frozen parameters.
-
-        All ranks call it, where frozen parameters are sharded. For `is_kept` and the copies see `own_state`.
-        """
-        merged_names = {name for names in self._names_of.values() if names[0] in self._tracked for name in names}
-        return self._host_state(merged_names, is_kept=is_kept)
-
-    def own_state(self, *, is_kept: bool) -> dict[str, Tensor]:
+    def host_state(self, *, is_whole: bool, is_kept: bool) -> dict[str, Tensor]:
         """The model's `state_dict()` in whole tensors on the CPU; copies. All ranks call it, where the model is cut.
 
-        Args:
-            is_kept: here; else {} is returned.
+        is_whole: else without what is merged: buffers and frozen parameters are left. is_kept: here; else {} is
+        returned.
         """
-        return self._host_state(frozenset(), is_kept=is_kept)
-
-    def _host_state(self, left_out: Collection[str], *, is_kept: bool) -> dict[str, Tensor]:
-        """One tensor at a time: a device that trains has no room for the whole model, even for a moment."""
+        merged_names = {name for names in self._names_of.values() if names[0] in self._tracked for name in names}
         state: dict[str, Tensor] = {}
         for name, value in by_plain_name(self.model.state_dict(), self.model).items():
-            if name in left_out:
+            if name in merged_names and not is_whole:
                 continue
-            whole = value.detach()
+            whole = value.detach()  # one at a time: a device that trains has no room for the whole model
             if is_sharded(whole):
                 whole = whole.full_tensor()  # all ranks, also those that keep nothing
             if is_kept:
@@ -350,8 +335,7 @@ class ModelTensors:
     def full_state(self, manifest: Manifest, vectors: list[Tensor], remainder: dict[str, Tensor]) -> dict[str, Tensor]:
         """The model's `state_dict()` with these values as the trainable parameters; on the CPU, parameter types.
 
-        Args:
-            manifest, vectors: all fragments and their values, float32, CPU. remainder: see `rest_of_state`.
+        manifest, vectors: all fragments and their values, float32, CPU. remainder: of `host_state`, what is not merged.
         """
         values = {tensor.name: host_values(*tensor.shape) for tensor in manifest.tensors}
         for fragment, vector in zip(manifest.fragments, vectors, strict=True):

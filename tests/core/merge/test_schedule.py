@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_node.core.merge.schedule import (
-    StepTime,
+    MovingAverage,
     due_fragments,
     due_step,
     earliest_open_ns,
@@ -112,7 +112,7 @@ def test_of_two_learners_one_huge_step_time_does_not_stop_the_pacing(reported_ns
 
 
 def test_the_average_by_hand() -> None:
-    average = StepTime()
+    average = MovingAverage()
     assert average.average_ns == 0
     average = average.after(5_000)  # a first step that compiles
     assert average.average_ns == 5_000
@@ -128,7 +128,7 @@ def test_the_average_by_hand() -> None:
 
 @given(st.integers(0, 10**12), st.integers(1, 10**12))
 def test_the_average_reaches_a_constant_step_time(before: int, now: int) -> None:
-    average = StepTime().after(before).after(before)
+    average = MovingAverage().after(before).after(before)
     for _ in range(400):
         average = average.after(now)
     assert abs(average.average_ns - now) <= 1
@@ -136,7 +136,7 @@ def test_the_average_reaches_a_constant_step_time(before: int, now: int) -> None
 
 @given(st.lists(st.integers(0, 10**12), min_size=2, max_size=60))
 def test_the_average_stays_within_its_samples(samples: list[int]) -> None:
-    average = StepTime()
+    average = MovingAverage()
     for sample in samples:
         average = average.after(sample)
         assert 0 <= average.average_ns <= max(samples)
@@ -144,7 +144,7 @@ def test_the_average_stays_within_its_samples(samples: list[int]) -> None:
 
 def test_negative_durations_are_a_bug() -> None:
     with pytest.raises(ValueError, match="negative"):
-        StepTime().after(-1)
+        MovingAverage().after(-1)
 
 
 def test_no_step_that_matters_lies_between_two_reports() -> None:

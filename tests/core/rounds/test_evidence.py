@@ -17,13 +17,13 @@ from diloco_node.core.rounds.evidence import (
     judge_absences,
 )
 from diloco_node.core.rounds.open_round import Deadline, OpenRound, QuestionedBallot
-from diloco_node.core.rounds.suspicion import BallotPart
+from diloco_node.core.rounds.suspicion import BallotRole
 from diloco_node.core.types import Ballot, RunSettings, Stripe
 from tests.kit.rounds_kit import contribution
 
 NAMES = "abcd"
 CUT = tuple(Stripe(name, at, at + 1) for at, name in enumerate(NAMES))
-MEMBER, REDUCER = BallotPart.MEMBER, BallotPart.REDUCER
+MEMBER, REDUCER = BallotRole.MEMBER, BallotRole.REDUCER
 
 
 def ballot(stripes: tuple[Stripe, ...] = CUT, members: Iterable[str] = NAMES) -> OpenRound:
@@ -63,8 +63,8 @@ def told(round_: OpenRound, **lacks: str) -> None:
         )
 
 
-def blamed(round_: OpenRound) -> set[tuple[str, BallotPart]]:
-    return {(blame.region, blame.part) for blame in judge_absences(round_, 4).blames}
+def blamed(round_: OpenRound) -> set[tuple[str, BallotRole]]:
+    return {(blame.region, blame.role) for blame in judge_absences(round_, 4).blames}
 
 
 def test_who_does_not_contribute_is_named() -> None:
@@ -149,7 +149,7 @@ def test_a_reducer_that_tells_another_digest_than_it_sends_is_proved_wrong() -> 
     told(round_)
     round_.reports[2] = replace(round_.reports[2], digest=b"x" * 32)
     (blame,) = dispute_reducers(round_, 4)
-    assert (blame.region, blame.part, blame.is_proved) == ("c", REDUCER, True)
+    assert (blame.region, blame.role, blame.is_proved) == ("c", REDUCER, True)
     assert blame in judge_absences(round_, 4).blames
 
 
@@ -251,7 +251,7 @@ def test_a_reducer_that_lies_about_the_others_is_to_blame() -> None:
     pairs = question(merged_ballot(), {"c": {"a": 9.0, "b": 9.0, "d": 9.0}})
     assert pairs == {("a", "c"), ("b", "c"), ("d", "c")}
     (blame,) = blame_norms(pairs, {})
-    assert (blame.region, blame.part, blame.is_proved) == ("c", REDUCER, True)
+    assert (blame.region, blame.role, blame.is_proved) == ("c", REDUCER, True)
 
 
 def test_rounding_is_no_lie() -> None:
@@ -261,14 +261,14 @@ def test_rounding_is_no_lie() -> None:
 def test_a_member_that_sends_other_bytes_to_several_reducers_is_to_blame() -> None:
     pairs = question(merged_ballot(), {"c": {"b": 9.0}, "d": {"b": 9.0}})
     (blame,) = blame_norms(pairs, {})
-    assert (blame.region, blame.part) == ("b", MEMBER)
+    assert (blame.region, blame.role) == ("b", MEMBER)
 
 
 def test_of_a_single_pair_the_reducer_pays_first_and_the_member_at_the_next_reducer() -> None:
     pairs = question(merged_ballot(), {"c": {"b": 9.0}})
-    assert [(line.region, line.part) for line in blame_norms(pairs, {})] == [("c", REDUCER)]
-    assert [(line.region, line.part) for line in blame_norms(pairs, {"b": {"c"}})] == [("c", REDUCER)], "the same again"
-    assert [(line.region, line.part) for line in blame_norms(pairs, {"b": {"d"}})] == [("b", MEMBER)]
+    assert [(line.region, line.role) for line in blame_norms(pairs, {})] == [("c", REDUCER)]
+    assert [(line.region, line.role) for line in blame_norms(pairs, {"b": {"c"}})] == [("c", REDUCER)], "the same again"
+    assert [(line.region, line.role) for line in blame_norms(pairs, {"b": {"d"}})] == [("b", MEMBER)]
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_a_sum_that_is_longer_than_its_members_or_not_as_reported_is_to_blame(
     blames = blame_sums(round_, merged, RunSettings())
     if says:
         ((name, part, reason, is_proved),) = [
-            (blame.region, blame.part, blame.reason, blame.is_proved) for blame in blames
+            (blame.region, blame.role, blame.reason, blame.is_proved) for blame in blames
         ]
         assert (name, part, is_proved) == ("c", REDUCER, True)
         assert says in reason

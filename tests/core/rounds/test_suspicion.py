@@ -10,15 +10,15 @@ from diloco_node.core.rounds.suspicion import (
     LEFT_OUT_SHOWN_MAX,
     PAUSE_BALLOTS,
     REASON_SHOWN_MAX,
-    BallotPart,
+    BallotRole,
     Blame,
     SuspicionBook,
 )
 from tests.kit.rounds_kit import SECOND, context_of, history_of
 
 PAUSE_NS = PAUSE_BALLOTS * SECOND
-LATE = Blame("b", BallotPart.MEMBER, "late")
-LIED = Blame("b", BallotPart.REDUCER, "lied", is_proved=True)
+LATE = Blame("b", BallotRole.MEMBER, "late")
+LIED = Blame("b", BallotRole.REDUCER, "lied", is_proved=True)
 
 
 def book() -> SuspicionBook:
@@ -32,23 +32,23 @@ def fail(suspicions: SuspicionBook, now_ns: int, blame: Blame = LATE) -> int | N
 def test_the_second_failure_in_a_row_leaves_a_region_out() -> None:
     suspicions = book()
     assert fail(suspicions, 10) is None
-    assert suspicions.suspensions(BallotPart.MEMBER, now_ns=10) == {}
+    assert suspicions.suspensions(BallotRole.MEMBER, now_ns=10) == {}
     assert fail(suspicions, 20) == PAUSE_NS
-    assert suspicions.suspensions(BallotPart.MEMBER, now_ns=20) == {"b": "late"}
-    assert suspicions.suspensions(BallotPart.REDUCER, now_ns=20) == {}, "only in the part that it failed"
+    assert suspicions.suspensions(BallotRole.MEMBER, now_ns=20) == {"b": "late"}
+    assert suspicions.suspensions(BallotRole.REDUCER, now_ns=20) == {}, "only in the part that it failed"
 
 
 def test_who_failed_once_is_in_doubt_until_it_does_its_part_or_is_left_out() -> None:
     suspicions = book()
     fail(suspicions, 10)
-    assert suspicions.is_doubted("b", BallotPart.MEMBER)
-    assert not suspicions.is_doubted("b", BallotPart.REDUCER)
+    assert suspicions.is_doubted("b", BallotRole.MEMBER)
+    assert not suspicions.is_doubted("b", BallotRole.REDUCER)
     assert suspicions.doublings("b") == 0
-    suspicions.on_success("b", BallotPart.MEMBER)
-    assert not suspicions.is_doubted("b", BallotPart.MEMBER)
+    suspicions.on_success("b", BallotRole.MEMBER)
+    assert not suspicions.is_doubted("b", BallotRole.MEMBER)
     fail(suspicions, 20)
     fail(suspicions, 30)
-    assert not suspicions.is_doubted("b", BallotPart.MEMBER), "it is left out, and a probe asks more of it"
+    assert not suspicions.is_doubted("b", BallotRole.MEMBER), "it is left out, and a probe asks more of it"
 
 
 def test_a_leader_that_gave_its_place_away_is_left_out_for_the_first_pause() -> None:
@@ -57,7 +57,7 @@ def test_a_leader_that_gave_its_place_away_is_left_out_for_the_first_pause() -> 
     assert {(line.region, line.part) for line in suspicions.left_out()} == {("b", "member"), ("b", "reducer")}
     assert suspicions.next_probe(now_ns=10 + PAUSE_NS - 1) == ""
     assert suspicions.next_probe(now_ns=10 + PAUSE_NS) == "b"
-    assert suspicions.on_success("b", BallotPart.MEMBER)
+    assert suspicions.on_success("b", BallotRole.MEMBER)
     suspicions.begin((), ["a", "b"], now_ns=20)
     assert suspicions.left_out() == ()
 
@@ -66,8 +66,8 @@ def test_a_part_that_is_done_in_between_begins_the_row_again() -> None:
     suspicions = book()
     for now_ns in range(10, 100, 10):
         assert fail(suspicions, now_ns) is None
-        assert not suspicions.on_success("b", BallotPart.MEMBER)
-        suspicions.on_success("b", BallotPart.REDUCER)
+        assert not suspicions.on_success("b", BallotRole.MEMBER)
+        suspicions.on_success("b", BallotRole.REDUCER)
     assert suspicions.left_out() == ()
 
 
@@ -92,12 +92,12 @@ def test_a_region_is_tried_when_its_pause_is_over_and_each_failure_doubles_it() 
         assert suspicions.next_probe(now_ns=now_ns + pause_ns - 1) == ""
         now_ns += pause_ns
         assert suspicions.next_probe(now_ns=now_ns) == "b"
-        assert suspicions.suspensions(BallotPart.REDUCER, now_ns=now_ns) == {"b": "lied"}, (
+        assert suspicions.suspensions(BallotRole.REDUCER, now_ns=now_ns) == {"b": "lied"}, (
             "in all other ballots it is still left out"
         )
-        assert suspicions.suspensions(BallotPart.REDUCER, probe="b", now_ns=now_ns) == {}
-        assert suspicions.suspensions(BallotPart.REDUCER, probe="b", now_ns=now_ns - 1) == {"b": "lied"}
-        late = Blame("b", BallotPart.REDUCER, "lied")
+        assert suspicions.suspensions(BallotRole.REDUCER, probe="b", now_ns=now_ns) == {}
+        assert suspicions.suspensions(BallotRole.REDUCER, probe="b", now_ns=now_ns - 1) == {"b": "lied"}
+        late = Blame("b", BallotRole.REDUCER, "lied")
         assert fail(suspicions, now_ns, late) == PAUSE_NS << min(level, DOUBLINGS_MAX), "one failure is enough now"
 
 
@@ -111,23 +111,23 @@ def test_who_is_out_is_not_blamed_for_ballots_that_were_open_before() -> None:
 def test_a_region_that_did_its_part_is_back_and_is_forgiven_in_time() -> None:
     suspicions = book()
     fail(suspicions, 10, LIED)
-    assert suspicions.on_success("b", BallotPart.REDUCER)
-    assert suspicions.suspensions(BallotPart.REDUCER, now_ns=10) == {}
+    assert suspicions.on_success("b", BallotRole.REDUCER)
+    assert suspicions.suspensions(BallotRole.REDUCER, now_ns=10) == {}
     for _ in range(CLEAN_BALLOTS - 2):
-        assert not suspicions.on_success("b", BallotPart.REDUCER)
-    late = Blame("b", BallotPart.REDUCER, "late")
+        assert not suspicions.on_success("b", BallotRole.REDUCER)
+    late = Blame("b", BallotRole.REDUCER, "late")
     assert fail(suspicions, 99, late) == 2 * PAUSE_NS, "not forgotten yet"
     for _ in range(2 * CLEAN_BALLOTS):
-        suspicions.on_success("b", BallotPart.REDUCER)
+        suspicions.on_success("b", BallotRole.REDUCER)
     assert fail(suspicions, 199, late) is None, "forgiven"
 
 
 def test_one_region_is_tried_at_a_time_the_longest_waiting_first() -> None:
     suspicions = book()
-    suspicions.blame(Blame("c", BallotPart.MEMBER, "x", is_proved=True), opened_at_ns=0, now_ns=1)
+    suspicions.blame(Blame("c", BallotRole.MEMBER, "x", is_proved=True), opened_at_ns=0, now_ns=1)
     suspicions.blame(LIED, opened_at_ns=0, now_ns=2)
     assert suspicions.next_probe(now_ns=10 * PAUSE_NS) == "c"
-    assert suspicions.suspensions(BallotPart.REDUCER, probe="c", now_ns=10 * PAUSE_NS) == {"b": "lied"}
+    assert suspicions.suspensions(BallotRole.REDUCER, probe="c", now_ns=10 * PAUSE_NS) == {"b": "lied"}
 
 
 def test_whom_the_leader_before_left_out_has_failed_once() -> None:
@@ -144,7 +144,7 @@ def test_what_ballots_say_of_it_is_short(regions: int) -> None:
     suspicions = book()
     for number in range(regions):
         suspicions.blame(
-            Blame(f"r{number:02}", BallotPart.MEMBER, "y" * 1000, is_proved=True), opened_at_ns=0, now_ns=1
+            Blame(f"r{number:02}", BallotRole.MEMBER, "y" * 1000, is_proved=True), opened_at_ns=0, now_ns=1
         )
     assert len(suspicions.left_out()) == LEFT_OUT_SHOWN_MAX
     assert max(len(line.reason) for line in suspicions.left_out()) == REASON_SHOWN_MAX
@@ -155,10 +155,10 @@ def test_a_region_that_gets_no_part_in_its_ballot_lets_the_next_one_try() -> Non
     suspicions, now_ns = book(), 10 * PAUSE_NS
     judge = Judge(context_of(history_of()), suspicions)
     suspicions.blame(LIED, opened_at_ns=0, now_ns=1)
-    suspicions.blame(Blame("c", BallotPart.MEMBER, "x", is_proved=True), opened_at_ns=0, now_ns=2)
+    suspicions.blame(Blame("c", BallotRole.MEMBER, "x", is_proved=True), opened_at_ns=0, now_ns=2)
     assert judge.next_probe([], now_ns=now_ns) == "b"
     assert judge.trials("b", ("a",), ("a", "c"), now_ns=now_ns) == ()
     assert judge.next_probe([], now_ns=now_ns) == "c"
-    assert judge.trials("c", ("a", "c"), ("a",), now_ns=now_ns) == (("c", BallotPart.MEMBER),)
-    suspicions.on_success("c", BallotPart.MEMBER)
+    assert judge.trials("c", ("a", "c"), ("a",), now_ns=now_ns) == (("c", BallotRole.MEMBER),)
+    suspicions.on_success("c", BallotRole.MEMBER)
     assert judge.next_probe([], now_ns=now_ns) == "b", "its turn comes again"

@@ -17,7 +17,7 @@ from diloco_node.daemon.admin.admin_server import AdminServer
 from diloco_node.errors import ConfigError
 from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.demo.demo_wan import DemoWan, wan_lines
-from diloco_node.lab.wan import emulation
+from diloco_node.lab.wan import control, emulation
 from diloco_node.lab.wan import emulation_state as state
 from diloco_node.lab.wan.namespaces import namespaces_of
 from diloco_node.lab.wan.topology import Outage, Scope
@@ -54,8 +54,8 @@ def test_heal_without_a_region_takes_back_everything(
 
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     places = [SimpleNamespace(region=name) for name in ("a", "b")]
-    monkeypatch.setattr(emulation, "find", lambda _: SimpleNamespace(places=lambda: places))
-    monkeypatch.setattr(emulation, "command", command)
+    monkeypatch.setattr(emulation, "find", lambda _: SimpleNamespace(places=lambda: places, socket=None))
+    monkeypatch.setattr(control, "request", command)
     assert main(["wan", "heal", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"conditions": [], "healed": 3}
     assert [(one["do"], one["region"], one["direction"]) for one in sent] == [

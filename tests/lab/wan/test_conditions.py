@@ -17,7 +17,7 @@ def conditions() -> Conditions:
 
 
 def open_pairs(conditions: Conditions) -> set[str]:
-    return {source + target for (source, target), path in conditions.paths().items() if path is not None}
+    return {source + target for source, target in conditions.topology.paths if conditions.path(source, target)}
 
 
 ALL = {"ab", "ba", "ac", "ca", "bc", "cb"}

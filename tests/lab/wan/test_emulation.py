@@ -20,6 +20,7 @@ import pytest
 
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
 from diloco_node.lab.wan import emulation
+from diloco_node.lab.wan.control import request
 from diloco_node.lab.wan.emulation_state import STATE_FOLDER, EmulationState, runs, start_ticks, state_file
 from diloco_node.lab.wan.namespaces import (
     create,
@@ -167,21 +168,21 @@ class TestReal:
         raise AssertionError(f"{lost:.0%} are lost; 36 % should be")
 
     def test_a_cut_region_hears_nobody_and_is_back_after_the_heal(self, wan: EmulationState) -> None:
-        emulation.command(wan, {"do": "cut", "region": "west"})
+        request(wan.socket, {"do": "cut", "region": "west"})
         for pair in (("east", "west"), ("west", "east")):
             assert answers(wan, *pair, patience_s=QUIET_S) == 0
         assert answers(wan, "east", "north") == 3
-        healed = emulation.command(wan, {"do": "heal", "region": "west"})
+        healed = request(wan.socket, {"do": "heal", "region": "west"})
         assert healed == {"conditions": [], "healed": 1}
         assert answers(wan, "east", "west") == 3
 
     def test_a_one_way_cut_lets_the_other_way_pass(self, wan: EmulationState) -> None:
-        emulation.command(wan, {"do": "cut", "region": "east", "other": "west", "direction": "out"})
+        request(wan.socket, {"do": "cut", "region": "east", "other": "west", "direction": "out"})
         try:
             assert self.received(wan, "west", "east", patience_s=PATIENCE_S) > 0
             assert self.received(wan, "east", "west", patience_s=QUIET_S) == 0
         finally:
-            emulation.command(wan, {"do": "heal", "region": "east"})
+            request(wan.socket, {"do": "heal", "region": "east"})
         assert answers(wan, "east", "west") == 3
 
     @staticmethod
@@ -215,8 +216,8 @@ class TestReal:
             listener = socket.create_server((by_region["west"].address, 0))
         with inside(by_region["east"].namespace):
             sender = socket.socket()
-        change = {"do": "set", "region": "east", "other": "west", "delay_ns": MS, "loss_ppm": 5000}
-        emulation.command(wan, change)
+        change = {"do": "set", "region": "east", "other": "west", "delay": "1ms", "loss": "0.5%"}
+        request(wan.socket, change)
         try:
             with listener, sender:
                 listener.settimeout(2 * PATIENCE_S)
@@ -230,18 +231,18 @@ class TestReal:
                     received = b"".join(iter(lambda: receiver.recv(1 << 20), b""))
                 thread.join()
         finally:
-            emulation.command(wan, {"do": "heal", "region": "east"})
+            request(wan.socket, {"do": "heal", "region": "east"})
         assert hashlib.sha256(received).digest() == hashlib.sha256(data).digest()
         counters = next(
             pair
-            for pair in emulation.command(wan, {"do": "status"})["pairs"]
+            for pair in request(wan.socket, {"do": "status"})["pairs"]
             if (pair["from"], pair["to"]) == ("east", "west")
         )
         assert counters["packets_lost"] > 0
 
     def test_a_degraded_link_has_its_new_delay_until_the_heal(self, wan: EmulationState) -> None:
         by_region = {place.region: place for place in wan.places()}
-        emulation.command(wan, {"do": "set", "region": "east", "other": "west", "delay_ns": 60 * MS})
+        request(wan.socket, {"do": "set", "region": "east", "other": "west", "delay": "60ms"})
 
         def rtt_ms() -> float:
             found = ping(by_region, [("east", "west")])["east", "west"]
@@ -250,18 +251,18 @@ class TestReal:
         try:
             assert again(lambda: 119.5 <= rtt_ms() < 127)
         finally:
-            emulation.command(wan, {"do": "heal", "region": "east", "other": "west"})
+            request(wan.socket, {"do": "heal", "region": "east", "other": "west"})
         assert again(lambda: 39.5 <= rtt_ms() < 43)
 
     def test_status_names_the_back_end_and_what_is_in_force(self, wan: EmulationState) -> None:
-        told = emulation.command(wan, {"do": "status"})
+        told = request(wan.socket, {"do": "status"})
         assert told["backend"] == wan.backend
         assert told["pid"] == wan.keeper_pid
         assert told["conditions"] == []
         with pytest.raises(ConfigError, match="'mars' is not in topology trial"):
-            emulation.command(wan, {"do": "cut", "region": "mars"})
+            request(wan.socket, {"do": "cut", "region": "mars"})
         with pytest.raises(ConfigError, match="no command 'dance'"):
-            emulation.command(wan, {"do": "dance"})
+            request(wan.socket, {"do": "dance"})
 
     def test_a_name_that_is_taken_is_refused_and_what_is_there_goes_on(self, wan: EmulationState, file: Path) -> None:
         with pytest.raises(ConfigError, match=f"diloco-node wan down {RUN}"):
@@ -291,7 +292,7 @@ class TestCrashes:
         assert soon(lambda: gone(state.keeper_pid))
         assert not emulation.find(name).is_kept
         with pytest.raises(PeersUnreachable):
-            emulation.command(state, {"do": "status"})
+            request(state.socket, {"do": "status"})
         assert len(namespaces_of(name)) >= 2
         lines = emulation.down(name)
         assert lines[0] == f"the keeper of {name} was gone; cleaned up after it"
@@ -339,10 +340,10 @@ class TestCrashes:
         file = tmp_path / "timed.toml"
         file.write_text(TEXT + '[[outages]]\nat = "500ms"\nfor = "600ms"\ncut = "west"\n')
         state = emulation.up(file, run=name, starts_timetable=False)
-        assert emulation.command(state, {"do": "status"})["log"] == []
-        emulation.command(state, {"do": "timetable"})
-        assert soon(lambda: len(emulation.command(state, {"do": "status"})["log"]) == 2)
-        log = emulation.command(state, {"do": "status"})["log"]
+        assert request(state.socket, {"do": "status"})["log"] == []
+        request(state.socket, {"do": "timetable"})
+        assert soon(lambda: len(request(state.socket, {"do": "status"})["log"]) == 2)
+        log = request(state.socket, {"do": "status"})["log"]
         begin, end = (line.split("s ", 1) for line in log)
         assert (begin[1], end[1]) == ("west: cut", "west: healed")
         assert float(end[0]) - float(begin[0]) >= 0.599

@@ -7,7 +7,15 @@ import pytest
 from diloco_node.config.units import Rate
 from diloco_node.errors import ConfigError
 from diloco_node.lab.wan.topology import Path as WanPath
-from diloco_node.lab.wan.topology import PathChange, Scope, Topology, load_topology, parse_loss, parse_topology
+from diloco_node.lab.wan.topology import (
+    PathChange,
+    Scope,
+    Topology,
+    load_topology,
+    parse_change,
+    parse_loss,
+    parse_topology,
+)
 from tests.kit.repository import ROOT
 
 NETEM = ROOT / "netem"
@@ -123,6 +131,15 @@ def test_a_scope_names_its_pairs() -> None:
 def test_a_wrong_file_is_refused_with_the_place(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         parse_topology(text, name="t")
+
+
+def test_a_change_is_written_as_in_a_file() -> None:
+    change = parse_change({"do": "set", "delay": "80ms", "loss": "1%", "rate": "1kB/s"}, "set")
+    assert change == PathChange(delay_ns=80 * MS, loss_ppm=10_000, rate=Rate(1000))
+    assert parse_change({"do": "set"}, "set") is None
+    for wrong in ({"delay": 5}, {"delay": "11s"}, {"loss": "101%"}, {"jitter": True}, {"rate": "7"}):
+        with pytest.raises(ConfigError, match=r"^set (delay|loss|jitter|rate) is "):
+            parse_change(wrong, "set")
 
 
 def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:

@@ -129,10 +129,10 @@ def test_specs_and_states_are_those_of_the_model_without_wrappers(wrap: Callable
         "stages.0.0.lora.parametrizations.weight.original1",
         "stages.0.0.norm.running_mean",
     }
-    assert sorted(tensors.own_state(is_kept=True)) == sorted(plain.state_dict())
+    assert sorted(tensors.host_state(is_whole=True, is_kept=True)) == sorted(plain.state_dict())
     manifest = build_manifest(tensors.specs, 2)
     vectors = [torch.full((fragment.size,), 7.0) for fragment in manifest.fragments]
-    full = tensors.full_state(manifest, vectors, tensors.rest_of_state(is_kept=True))
+    full = tensors.full_state(manifest, vectors, tensors.host_state(is_whole=False, is_kept=True))
     second = Nested()
     second.load_state_dict(full)
     assert all(

@@ -76,7 +76,7 @@ def test_buffers_that_train_are_merged_by_their_mean() -> None:
         tensors.shift(part, values + 1.0, values, 1.0, torch.empty(100))
         vectors.append(values)
     assert model.router_bias.tolist() == [1.0, 2.0, 3.0, 4.0]
-    full = tensors.full_state(manifest, vectors, tensors.rest_of_state(is_kept=True))
+    full = tensors.full_state(manifest, vectors, tensors.host_state(is_whole=False, is_kept=True))
     assert full["router_bias"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert list(full) == list(model.state_dict())
 
@@ -164,7 +164,7 @@ def test_what_is_written_is_read_back(fragments: int, dtype: torch.dtype) -> Non
         tensors.write(fragment, vector)
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    full = tensors.full_state(manifest, vectors, tensors.rest_of_state(is_kept=True))
+    full = tensors.full_state(manifest, vectors, tensors.host_state(is_whole=False, is_kept=True))
     assert {name: value.dtype for name, value in full.items()} == {name: value.dtype for name, value in before.items()}
     assert all(torch.equal(before[name], full[name]) for name in before)
 
@@ -430,11 +430,13 @@ def test_names_and_states_are_those_without_wrappers_at_every_level() -> None:
     assert not tensors.unknown
     check_not_replaced(tensors)
     assert "running" not in batch_norm_warning(tensors.model, [spec.name for spec in tensors.specs])
-    own = tensors.own_state(is_kept=True)
+    own = tensors.host_state(is_whole=True, is_kept=True)
     assert list(own) == list(plain.state_dict())
     assert all(torch.equal(own[name], value.cpu()) for name, value in plain.state_dict().items())
     manifest = build_manifest(tensors.specs, 1)
-    full = tensors.full_state(manifest, [torch.full((manifest.size,), 7.0)], tensors.rest_of_state(is_kept=True))
+    full = tensors.full_state(
+        manifest, [torch.full((manifest.size,), 7.0)], tensors.host_state(is_whole=False, is_kept=True)
+    )
     assert list(full) == list(plain.state_dict()), "no own weights beside the merged ones"
     assert {name for name, value in full.items() if value.eq(7.0).all()} == {spec.name for spec in tensors.specs}
 
@@ -452,8 +454,11 @@ def test_a_state_is_gathered_by_all_and_stays_with_those_that_want_it(
     full_tensor = DTensor.full_tensor
     monkeypatch.setattr(DTensor, "full_tensor", lambda self: gathered.append(self) or full_tensor(self))
     tensors = ModelTensors(model)
-    assert (tensors.rest_of_state(is_kept=False), tensors.own_state(is_kept=False)) == ({}, {})
+    assert (tensors.host_state(is_whole=False, is_kept=False), tensors.host_state(is_whole=True, is_kept=False)) == (
+        {},
+        {},
+    )
     assert len(gathered) == 2, "its part of each gathering"
-    kept = tensors.rest_of_state(is_kept=True)["weight"]
+    kept = tensors.host_state(is_whole=False, is_kept=True)["weight"]
     assert torch.equal(kept, before)
     assert kept.untyped_storage().data_ptr() != model.weight.to_local().untyped_storage().data_ptr()  # type: ignore[operator]

@@ -1,0 +1,108 @@
+"""How often checkpoints are written, and which rank reads which file."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco_node.learner import checkpoint as checkpoint_module
+from diloco_node.learner import checkpointing as checkpointing_module
+from diloco_node.learner.checkpoint import FileName, RankPlace, TrainingProgress
+from diloco_node.learner.checkpointing import Checkpointing, _groups
+from diloco_node.learner.layouts.shard_map import ShardMap
+from diloco_node.learner.layouts.tensors import ModelTensors
+from diloco_node.learner.ranks import Ranks
+
+DIGEST = "ab" * 32
+PROGRESS = TrainingProgress(DIGEST, 1, 1001, 1, 7)
+
+
+class Clock:
+    """The time of both modules that measure checkpoints. Each look at it takes `look_s`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = self.look_s = 0.0
+        for module in (checkpoint_module, checkpointing_module):
+            monkeypatch.setattr(module, "time", self)
+
+    def monotonic(self) -> float:
+        self.now_s += self.look_s
+        return self.now_s
+
+
+def begun(folder: Path, *, every_s: float, values: int = 8) -> Checkpointing:
+    model = nn.Linear(values, 1, bias=False, device="meta" if values > 100 else "cpu")
+    checkpoints = Checkpointing(None, {}, every_s=every_s)
+    if values > 100:
+        model.weight = nn.Parameter(torch.empty(1).expand(1, values))  # large, and without memory
+    tensors = ModelTensors(model)
+    checkpoints.resume(folder, DIGEST, Ranks(), tensors=tensors, shards=ShardMap(tensors.specs, [tensors.boxes]))
+    return checkpoints
+
+
+def pause_s(checkpoints: Checkpointing, clock: Clock) -> float:
+    """From now until the next one is due, in steps of half a second."""
+    begun_s = clock.now_s
+    while not checkpoints.is_due:
+        clock.now_s += 0.5
+        assert clock.now_s < begun_s + 200
+    return clock.now_s - begun_s
+
+
+def test_each_rank_reads_its_own_file_where_it_sees_it() -> None:
+    names = [FileName(1, 5, RankPlace(rank, 4)) for rank in range(4)]
+    assert _groups([names] * 4) == [dict(zip(names, range(4), strict=True))]
+    assert _groups([names] * 2) == [dict(zip(names, (0, 1, 0, 1), strict=True))]
+    assert _groups([names[:1], names[1:]]) == [dict(zip(names, (0, 1, 1, 1), strict=True))]
+
+
+def test_a_checkpoint_stays_due_until_there_is_memory_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    checkpoints = begun(tmp_path, every_s=10.0)
+    assert checkpoints._writer is not None
+    monkeypatch.setattr(checkpoints._writer, "save", lambda *given, is_waiting, **how: is_waiting)
+    clock.now_s += 11.0
+    checkpoints.save(PROGRESS)
+    assert checkpoints.is_due
+    checkpoints.save(PROGRESS, is_waiting=True)
+    assert not checkpoints.is_due
+
+
+def test_a_small_model_has_a_checkpoint_every_two_seconds_and_a_large_one_every_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    assert pause_s(begun(tmp_path / "small", every_s=60), clock) == 2.0
+    assert pause_s(begun(tmp_path / "middle", every_s=60, values=25_000_000), clock) == 20.0
+    assert pause_s(begun(tmp_path / "large", every_s=60, values=10**9), clock) == 60.0
+    assert pause_s(begun(tmp_path / "often", every_s=0.5), clock) == 0.5
+
+
+def test_a_disk_that_refuses_is_asked_again_no_sooner_than_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    checkpoints = begun(tmp_path, every_s=60)
+
+    def refuse(*_: Any, **__: Any) -> Path:
+        raise OSError("planted")
+
+    monkeypatch.setattr(checkpoint_module, "write_checkpoint", refuse)
+    checkpoints.save_now(PROGRESS)
+    assert checkpoints.written_step == -1
+    assert pause_s(checkpoints, clock) == 60.0
+
+
+def test_checkpoints_that_take_long_are_rarer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundredth of the time: one that took 0.25 s comes every 25 s, and no later than it is asked for."""
+    clock = Clock(monkeypatch)
+    checkpoints = begun(tmp_path, every_s=60)
+    for look_s, expected_s in ((0.25, 25.0), (0.75, 60.0), (0.001, 2.0)):
+        clock.look_s = look_s
+        checkpoints.save_now(PROGRESS)
+        clock.look_s = 0.0
+        assert checkpoints.written_step == 1
+        # It counts from the copy, and whoever measured looked at the clock three times since.
+        assert expected_s - 3 * look_s <= pause_s(checkpoints, clock) <= expected_s + 0.5
