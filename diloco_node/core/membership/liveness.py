@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -266,14 +266,21 @@ class Liveness:
             return self.is_alive(speaker, now_ns=now_ns)
         return self.is_alive(listener, now_ns=now_ns) and speaker in self._peer(listener).hears
 
-    def reach_each_other(self, first: str, second: str, *, now_ns: int) -> bool:
-        """Whether both hear each other."""
-        if first == second:
-            return True
-        if self._region in (first, second):
-            peer = second if first == self._region else first
-            return self.is_alive(peer, now_ns=now_ns) and self._region in self._peer(peer).hears
-        return self.hears(first, second, now_ns=now_ns) and self.hears(second, first, now_ns=now_ns)
+    def reaches(self, region: str, *, now_ns: int) -> bool:
+        """Whether another region and this one hear each other; with itself they do."""
+        return region == self._region or (
+            self.is_alive(region, now_ns=now_ns) and self._region in self._peer(region).hears
+        )
+
+    def all_linked(self, regions: Collection[str]) -> list[str]:
+        """Those of the regions that hear each other one and are heard by it. This one reaches all of them.
+
+        By sets, for a leader asks at each event, and has as many pairs as members squared.
+        """
+        names = frozenset(regions)
+        heard = {name: names if name == self._region else {name, *self._peer(name).hears} for name in regions}
+        heard_by_all = names.intersection(*heard.values())
+        return [name for name in regions if name in heard_by_all and names <= heard[name]]
 
     def learner(self, region: str) -> LearnerStatus | None:
         """The last status of the region's learner; None if there is no learner."""

@@ -74,12 +74,8 @@ def assess_reachability(
     exclude: regions that must not reduce. left_out: learners that are not asked, with the reason. Both hold unless
     nobody else is left.
     """
-    reachable = tuple(
-        sorted(name for name in regions if liveness.reach_each_other(leader, name, now_ns=now_ns) or name == leader)
-    )
-    central = [
-        name for name in reachable if all(liveness.reach_each_other(name, peer, now_ns=now_ns) for peer in reachable)
-    ]
+    reachable = tuple(sorted(name for name in regions if liveness.reaches(name, now_ns=now_ns)))
+    central = liveness.all_linked(reachable)
     reducers = tuple(name for name in central if name not in exclude) or tuple(central) or (leader,)
     learners, away = [], []
     step_times_ns = [status.step_time_ns for name in regions if (status := liveness.learner(name)) is not None]
