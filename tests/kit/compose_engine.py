@@ -208,7 +208,7 @@ def check_one_more(run: Run) -> None:
     run.do_with_added("run", "--rm", "us-north-admission", remove)
     await_that("us-north ends", lambda: run.inspect("us-north", "{{.State.Status}}") == "exited", PATIENCE_S)
     require(run.inspect("us-north", "{{.State.ExitCode}}") == "0", "us-north ends with 0")
-    shown = run.do("exec", "-T", "us-east", "diloco-node", "members", "list", "/state/us-east")
+    shown = run.do("exec", "-T", "--user", "diloco", "us-east", "diloco-node", "members", "list", "/state/us-east")
     require(" former" in next(line for line in shown.splitlines() if "us-north" in line), f"it is none:\n{shown}")
     rounds = run.rounds("us-east")
     await_that("the others go on", lambda: run.rounds("us-east") >= rounds + 2, PATIENCE_S)
@@ -348,7 +348,7 @@ def up_and_down(run: Run, kinds: Sequence[str]) -> dict[str, Any]:
     except BaseException:
         say(run.logs())
         raise
-    run.do("down", "--volumes", "--timeout", "5")
+    run.do_with_added("down", "--volumes", "--timeout", "5")
     for what in (("ps", "--all"), ("volume", "ls"), ("network", "ls", "--filter", "name=diloco")):
         require(not sh("docker", *what, "--quiet").strip(), f"`down` leaves nothing of docker {what[0]}")
     return found
