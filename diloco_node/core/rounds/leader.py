@@ -310,7 +310,7 @@ class RoundLeader:
             return
         if self._is_wrong(round_, now_ns):
             return
-        roster, reaches = self._history.roster, partial(self._reaches, now_ns=now_ns)
+        roster, reaches = self._history.roster, partial(self._liveness.reaches, now_ns=now_ns)
         self._audit.draw(round_, reaches, now_ns=now_ns)
         if not roster.is_majority((*round_.payload_holders(), roster.stand_in(reaches))):
             return
@@ -324,7 +324,7 @@ class RoundLeader:
     def _propose_audited(self, round_: OpenRound, now_ns: int) -> None:
         self._audit.request(round_)
         projection = self._payloads.projection(round_.fragment, round_.ballot)
-        if self._audit.is_waiting(round_, projection, partial(self._reaches, now_ns=now_ns), now_ns=now_ns):
+        if self._audit.is_waiting(round_, projection, partial(self._liveness.reaches, now_ns=now_ns), now_ns=now_ns):
             return
         doubt = self._audit.question(round_, projection, now_ns=now_ns)
         if doubt:
