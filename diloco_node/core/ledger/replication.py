@@ -130,9 +130,7 @@ class Follower:
     def _batch(self, log: ReplicaLog, commit_index: int) -> tuple[Entry, ...]:
         last = min(log.last_index, self._window_end(commit_index), self.next_index + BATCH_ENTRIES_MAX - 1)
         entries = log.slice(self.next_index, last)
-        if (
-            len(entries) == 1
-        ):  # as usual: any entry may go alone, so it is not encoded for its length, for each follower
+        if len(entries) == 1:  # the usual case: however long it is, it goes alone
             return entries
         batch: list[Entry] = []
         batch_bytes = 0

@@ -259,24 +259,15 @@ class Liveness:
         return tuple(name for name in self._peers if self.is_alive(name, now_ns=now_ns))
 
     def hears(self, listener: str, speaker: str, *, now_ns: int) -> bool:
-        """Whether `listener` reports heartbeats of `speaker`; False for a listener that is not alive."""
-        if listener == speaker:
-            return True
-        if listener == self._region:
-            return self.is_alive(speaker, now_ns=now_ns)
+        """Whether another region reports heartbeats of `speaker`; False if it is not alive."""
         return self.is_alive(listener, now_ns=now_ns) and speaker in self._peer(listener).hears
 
     def reaches(self, region: str, *, now_ns: int) -> bool:
-        """Whether another region and this one hear each other; with itself they do."""
-        return region == self._region or (
-            self.is_alive(region, now_ns=now_ns) and self._region in self._peer(region).hears
-        )
+        """Whether a region and this one hear each other."""
+        return region == self._region or self.hears(region, self._region, now_ns=now_ns)
 
     def all_linked(self, regions: Collection[str]) -> list[str]:
-        """Those of the regions that hear each other one and are heard by it. This one reaches all of them.
-
-        By sets, for a leader asks at each event, and has as many pairs as members squared.
-        """
+        """Those of the regions that hear all others and are heard by all, in sets: pairs are many. This one is one."""
         names = frozenset(regions)
         heard = {name: names if name == self._region else {name, *self._peer(name).hears} for name in regions}
         heard_by_all = names.intersection(*heard.values())
