@@ -15,6 +15,7 @@ from link_count import Sample
 
 from diloco_node.config.units import parse_rate
 from diloco_node.lab.wan import emulation
+from diloco_node.lab.wan.control import request
 from diloco_node.lab.wan.topology import parse_topology
 from diloco_node.lab.wan.tun import inside
 
@@ -101,7 +102,7 @@ def test_what_is_read_late_does_not_count_for_more_than_the_line_carries(tmp_pat
         _read_until(receiver, time.monotonic() + 2.0)
         sending.join()
         watch.close()
-        late_s = emulation.command(state, {"do": "status"})["late_seconds_max"]
+        late_s = request(state.socket, {"do": "status"})["late_seconds_max"]
     payload = 1448 / 1500
     # What the router's queues held, or held too long on a busy machine, may come in addition.
     most = rate * payload * (seconds + 0.05 + late_s + link_count.SAMPLE_S)

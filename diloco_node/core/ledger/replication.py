@@ -129,9 +129,12 @@ class Follower:
 
     def _batch(self, log: ReplicaLog, commit_index: int) -> tuple[Entry, ...]:
         last = min(log.last_index, self._window_end(commit_index), self.next_index + BATCH_ENTRIES_MAX - 1)
+        entries = log.slice(self.next_index, last)
+        if len(entries) == 1:  # the usual case: however long it is, it goes alone
+            return entries
         batch: list[Entry] = []
         batch_bytes = 0
-        for entry in log.slice(self.next_index, last):
+        for entry in entries:
             batch_bytes += len(encode_entry(entry))
             if batch and batch_bytes > BATCH_BYTES_MAX:
                 break

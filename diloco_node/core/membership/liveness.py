@@ -257,32 +257,19 @@ class Liveness:
         return tuple(name for name in self._peers if self.is_alive(name, now_ns=now_ns))
 
     def hears(self, listener: str, speaker: str, *, now_ns: int) -> bool:
-        """Whether `listener` reports heartbeats of `speaker`; False for a listener that is not alive."""
-        if listener == speaker:
-            return True
-        if listener == self._region:
-            return self.is_alive(speaker, now_ns=now_ns)
+        """Whether another region reports heartbeats of `speaker`; False if it is not alive."""
         return self.is_alive(listener, now_ns=now_ns) and speaker in self._peer(listener).hears
 
-    def reach_each_other(self, first: str, second: str, *, now_ns: int) -> bool:
-        """Whether both hear each other."""
-        if first == second:
-            return True
-        if self._region in (first, second):
-            peer = second if first == self._region else first
-            return self.is_alive(peer, now_ns=now_ns) and self._region in self._peer(peer).hears
-        return self.hears(first, second, now_ns=now_ns) and self.hears(second, first, now_ns=now_ns)
+    def reaches(self, region: str, *, now_ns: int) -> bool:
+        """Whether a region and this one hear each other."""
+        return region == self._region or self.hears(region, self._region, now_ns=now_ns)
 
-    def contacts(self, *, now_ns: int) -> dict[str, Collection[str]]:
-        """Return by region, this one too, the regions that it hears; none for a region that is not alive.
-
-        It answers `reach_each_other` for all pairs at once: two do if each is among those that the other hears.
-        """
-        alive = self.alive(now_ns=now_ns)
-        contacts: dict[str, Collection[str]] = {
-            name: peer.hears if name in alive else () for name, peer in self._peers.items()
-        }
-        return contacts | {self._region: alive}
+    def all_linked(self, regions: Collection[str]) -> list[str]:
+        """Those of the regions that hear all others and are heard by all, in sets: pairs are many. This one is one."""
+        names = frozenset(regions)
+        heard = {name: names if name == self._region else {name, *self._peer(name).hears} for name in regions}
+        heard_by_all = names.intersection(*heard.values())
+        return [name for name in regions if name in heard_by_all and names <= heard[name]]
 
     def learner(self, region: str) -> LearnerStatus | None:
         """The last status of the region's learner; None if there is no learner."""

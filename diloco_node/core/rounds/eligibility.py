@@ -73,15 +73,8 @@ def assess_reachability(
     exclude: regions that must not reduce. left_out: learners that are not asked, with the reason. Both hold unless
     nobody else is left.
     """
-    contacts = liveness.contacts(now_ns=now_ns)
-    mutual = {name for name in regions if name in contacts.get(leader, ()) and leader in contacts.get(name, ())} | {
-        leader
-    }
-    reachable = tuple(sorted(mutual))
-    # Asked at each heartbeat: by sets, for there are as many pairs as the square of the regions.
-    apart = {name: mutual.difference(contacts.get(name, ()), (name,)) for name in reachable}
-    strangers = set().union(*apart.values())
-    central = [name for name in reachable if not apart[name] and name not in strangers]
+    reachable = tuple(sorted(name for name in regions if liveness.reaches(name, now_ns=now_ns)))
+    central = liveness.all_linked(reachable)
     reducers = tuple(name for name in central if name not in exclude) or tuple(central) or (leader,)
     learners, away = [], []
     step_times_ns = [status.step_time_ns for name in regions if (status := liveness.learner(name)) is not None]

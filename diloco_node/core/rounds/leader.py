@@ -260,7 +260,7 @@ class RoundLeader:
     def _advance_round(self, round_: OpenRound, now_ns: int) -> None:
         if round_.is_proposed:
             return
-        lost_reducers = [name for name in round_.reducers if not self._reaches(name, now_ns)]
+        lost_reducers = [name for name in round_.reducers if not self._liveness.reaches(name, now_ns=now_ns)]
         if round_.renamers:
             self._next_ballot(round_, self._judge.judge_renamers(round_, now_ns=now_ns), now_ns=now_ns)
         elif lost_reducers:
@@ -277,14 +277,14 @@ class RoundLeader:
 
     def _try_decide(self, round_: OpenRound, now_ns: int) -> None:
         for name in round_.missing_members():
-            if not self._reaches(name, now_ns):
+            if not self._liveness.reaches(name, now_ns=now_ns):
                 round_.refusals[name] = "lost before it contributed"
         if round_.missing_members() or self._held_since_ns is not None:
             return
         contributions = []
         for name, contribution in sorted(round_.contributions.items()):
             fault = self._answers.may_contribute(contribution, round_.version)
-            if not fault and not self._reaches(name, now_ns) and not round_.is_received(name):
+            if not fault and not self._liveness.reaches(name, now_ns=now_ns) and not round_.is_received(name):
                 fault = "lost before its stripes arrived"
             if fault:
                 self._answers.drop(round_, name, fault)
@@ -304,13 +304,13 @@ class RoundLeader:
         if not round_.is_merged:
             for contribution in round_.decision.contributions:
                 name = contribution.learner
-                if not self._reaches(name, now_ns) and not round_.is_received(name):
+                if not self._liveness.reaches(name, now_ns=now_ns) and not round_.is_received(name):
                     self._next_ballot(round_, f"{name} is lost before its stripes arrived", now_ns=now_ns)
                     return
             return
         if self._is_wrong(round_, now_ns):
             return
-        roster, reaches = self._history.roster, partial(self._reaches, now_ns=now_ns)
+        roster, reaches = self._history.roster, partial(self._liveness.reaches, now_ns=now_ns)
         self._audit.draw(round_, reaches, now_ns=now_ns)
         if not roster.is_majority((*round_.payload_holders(), roster.stand_in(reaches))):
             return
@@ -324,7 +324,7 @@ class RoundLeader:
     def _propose_audited(self, round_: OpenRound, now_ns: int) -> None:
         self._audit.request(round_)
         projection = self._payloads.projection(round_.fragment, round_.ballot)
-        if self._audit.is_waiting(round_, projection, partial(self._reaches, now_ns=now_ns), now_ns=now_ns):
+        if self._audit.is_waiting(round_, projection, partial(self._liveness.reaches, now_ns=now_ns), now_ns=now_ns):
             return
         doubt = self._audit.question(round_, projection, now_ns=now_ns)
         if doubt:
@@ -463,9 +463,6 @@ class RoundLeader:
         self._audit.disclose(round_)
         if round_.decision is not None:
             self._effects.send_all(round_.late_reducers(), round_.decision)
-
-    def _reaches(self, region: str, now_ns: int) -> bool:
-        return self._liveness.reach_each_other(self._region, region, now_ns=now_ns)
 
     def _stripes(self, fragment: int, reachability: Reachability) -> tuple[Stripe, ...]:
         layout = self._fragments[fragment]

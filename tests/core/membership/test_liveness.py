@@ -4,6 +4,10 @@ import itertools
 import pickle
 import random
 from dataclasses import replace
+from functools import partial
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from diloco_node.core.events import Send
 from diloco_node.core.membership.liveness import (
@@ -76,30 +80,36 @@ def test_regions_reach_each_other_only_when_both_say_so() -> None:
     world = Neighbourhood()
     world.hear("b", now_ns=1, hears=("a", "c"))
     world.hear("c", now_ns=1, hears=("a",))
-    reach = world.liveness.reach_each_other
-    assert reach("a", "b", now_ns=1)
+    reaches, all_linked = world.liveness.reaches, world.liveness.all_linked
+    assert reaches("a", now_ns=1)
+    assert reaches("b", now_ns=1)
     assert world.liveness.hears("b", "c", now_ns=1)
-    assert not reach("b", "c", now_ns=1), "one direction is cut"
-    assert not reach("a", "b", now_ns=1 + SILENT_NS), "what a silent region said is void"
+    assert all_linked(("c", "b", "a")) == ["a"], "one direction is cut"
+    assert all_linked(("a", "b")) == ["a", "b"]
+    assert not reaches("b", now_ns=1 + SILENT_NS), "what a silent region said is void"
     assert not world.liveness.hears("b", "c", now_ns=1 + SILENT_NS)
 
 
-def test_all_pairs_at_once_are_the_same_as_each_pair() -> None:
-    dice = random.Random(5)
-    for _ in range(50):
-        world = Neighbourhood(regions=tuple("abcd"))
-        for name in dice.sample("bcd", dice.randint(0, 3)):
-            world.hear(name, now_ns=1, hears=tuple(dice.sample("abcd", dice.randint(0, 4))))
-        contacts = world.liveness.contacts(now_ns=2)
-        for first, second in itertools.permutations("abcd", 2):
-            both = second in contacts[first] and first in contacts[second]
-            assert both is world.liveness.reach_each_other(first, second, now_ns=2), (first, second)
+@given(st.lists(st.frozensets(st.sampled_from("abcdef")), min_size=6, max_size=6))
+def test_who_is_linked_with_all_is_by_the_words_of_both_sides(heard: list[frozenset[str]]) -> None:
+    names = tuple("abcdef")
+    world = Neighbourhood(regions=names)
+    for name, peers in zip(names[1:], heard, strict=False):
+        world.hear(name, now_ns=1, hears=peers)
+    reached = [name for name in names if world.liveness.reaches(name, now_ns=1)]
+    hears = partial(world.liveness.hears, now_ns=1)
+    linked = ["a"] + [
+        name
+        for name in reached[1:]
+        if all(hears(name, peer) and hears(peer, name) for peer in reached[1:] if peer != name)
+    ]
+    assert world.liveness.all_linked(reached) == linked
 
 
 def test_region_that_does_not_hear_us_is_not_reached() -> None:
     world = Neighbourhood()
     world.hear("b", now_ns=1, hears=("c",))
-    assert not world.liveness.reach_each_other("a", "b", now_ns=1)
+    assert not world.liveness.reaches("b", now_ns=1)
 
 
 def test_round_trip_time_is_what_is_left_of_the_echo_after_the_delay() -> None:
