@@ -11,7 +11,6 @@ from pathlib import Path
 
 from diloco_node.lab.wan import emulation
 from diloco_node.lab.wan.control import request
-from diloco_node.lab.wan.control import request
 from diloco_node.lab.wan.emulation_state import EmulationState
 from diloco_node.lab.wan.namespaces import Place, create, remove
 

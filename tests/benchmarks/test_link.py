@@ -14,7 +14,6 @@ import pytest
 from link_count import Sample
 
 from diloco_node.config.units import parse_rate
-from diloco_node.lab.wan import emulation
 from diloco_node.lab.wan.control import request
 from diloco_node.lab.wan.topology import parse_topology
 from diloco_node.lab.wan.tun import inside

@@ -1,8 +1,6 @@
 """Liveness: who counts as alive, the matrix of who hears whom, round-trip times, learners that stand still."""
 
-import itertools
 import pickle
-import random
 from dataclasses import replace
 from functools import partial
 
