@@ -15,7 +15,16 @@ from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.ledger.entries import ZERO_HASH
 from diloco_node.core.member_kind import MembershipBody
-from diloco_node.core.types import Ballot, Contribution, DiscardedBody, Entry, GenesisBody, RoundBody, SnapshotBody
+from diloco_node.core.types import (
+    Ballot,
+    Contribution,
+    DiscardedBody,
+    Entry,
+    FragmentDigest,
+    GenesisBody,
+    RoundBody,
+    SnapshotBody,
+)
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.audit import Audit
 from diloco_node.lab.sim.disk import Disk
@@ -53,7 +62,9 @@ class RegionMemory:
         counted_index, led_term: what it had counted as committed when it was last seen to lead, and the term.
         known_index: up to which its log was compared with the committed history.
         acknowledged: the last (index, hash) whose durability was verified on this disk.
+        base_index: of the ledger at which its account was compared last.
         versions: per fragment the version applied in this life.
+        told: by (fragment, version, digest), the regions whose heartbeats told this life of it.
         voted: by term, where its log ended when it decided its vote.
     """
 
@@ -62,7 +73,9 @@ class RegionMemory:
     led_term: int = 0
     known_index: int = 0
     acknowledged: tuple[int, bytes] = (0, ZERO_HASH)
+    base_index: int = 0
     versions: dict[int, int] = field(default_factory=dict)
+    told: dict[tuple[int, int, bytes], set[str]] = field(default_factory=dict)
     voted: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -112,8 +125,6 @@ class Checkers:
         self._snapshots: dict[tuple[str, int, int, int], int] = {}
         # By folder, the last committed entry that it acknowledged.
         self._promised: dict[bytes, int] = {}
-        # By (fragment, version, digest), the regions that found it.
-        self._finders: dict[tuple[int, int, bytes], set[str]] = {}
         self._message_checks: dict[type, Callable[[Host, str, Any], None]] = {
             msg.AppendEntries: self._leads,
             msg.AppendEntriesReply: self._acknowledges,
@@ -168,8 +179,15 @@ class Checkers:
             versions[event.fragment] = event.version
         elif isinstance(event, ev.DigestComputed):
             self._sync(host)
-            self._finders.setdefault((event.fragment, event.version, event.digest), set(self.liars)).add(host.name)
+            self._hears(host, host.name, event)
             self.oracle.digest_seen(host.name, event)
+        elif isinstance(event, ev.MessageArrived) and isinstance(event.message, msg.Heartbeat):
+            for report in event.message.digests:
+                self._hears(host, event.peer, report)
+
+    def _hears(self, host: Host, name: str, report: ev.DigestComputed | FragmentDigest) -> None:
+        key = (report.fragment, report.version, report.digest)
+        self._memories[host.name].told.setdefault(key, set()).add(name)
 
     def effect_seen(self, host: Host, effect: ev.Effect) -> None:
         """Whether the core may want this."""
@@ -222,6 +240,9 @@ class Checkers:
                 self._committed(host, entry)
         memory.commit_index = commit_index
         self._settings.look(host.name, host.core, commit_index)
+        # What a base sums up, lives that it closes too, is still what the entries say.
+        if memory.base_index < ledger.base.index and self.audit.has_compared(host.name, host.core.history.account):
+            memory.base_index = ledger.base.index
 
     def _check_own_term(self, host: Host, memory: RegionMemory) -> None:
         """An entry that a leader commits by counting disks must be of its own term."""
@@ -413,9 +434,10 @@ class Checkers:
             self.violate(f"snapshot: {host.name} offers {snapshot}, then {contribution.snapshot} to {key[2]}/{key[3]}")
 
     def _proposes(self, host: Host, effect: ev.PersistLedger) -> None:
-        """A leader proposes only what a majority has: a round's payload on disk, a snapshot's bytes in memory."""
+        """A leader proposes only what a majority has: a round's payload on disk, a snapshot's bytes as it was told."""
+        memory = self._memories[host.name]
         if effect.voted_for:
-            self._memories[host.name].voted.setdefault(effect.term, view.log_end(host.core))
+            memory.voted.setdefault(effect.term, view.log_end(host.core))
         ledger = view.ledger(host.core)
         if not ledger.is_leader:
             return
@@ -431,7 +453,7 @@ class Checkers:
                 self.members.check_leader(host.core, ledger.cluster_commit_index)
             elif isinstance(body, SnapshotBody):
                 key = (body.fragment, body.version, body.digest)
-                self._check_majority(host, "snapshot", key, self._finders.get(key, set()))
+                self._check_majority(host, "snapshot", key, memory.told.get(key, set()) | self.liars)
 
     def _check_majority(self, host: Host, label: str, key: tuple[int, int, bytes], names: set[str]) -> None:
         # The witness takes no entry without its payload, and compares no states: it has no say here.

@@ -131,7 +131,7 @@ class FakeEffects:
                 self._host.transfer(stripe.reducer, header, body)
 
     def _do_soon(self, work: Callable[[Any], None], effect: ev.Effect) -> None:
-        self._host.after(self._host.world.draw_ns(MS // 2, 4 * MS), work, effect)
+        self._host.after(self._host.work_factor * self._host.world.draw_ns(MS // 2, 4 * MS), work, effect)
 
     def _report_reduction(self, effect: ev.ReduceStripe) -> None:
         answer = self._host.plane.reduce(effect)

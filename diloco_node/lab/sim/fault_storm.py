@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from random import Random
 
 from diloco_node.lab.chaos.fault_plan import draw_gap, draw_one
 from diloco_node.lab.sim import core_parts as view
@@ -20,6 +21,9 @@ from diloco_node.lab.sim.world import MS, SECOND, FakeNetwork, Life, World
 
 SLOW_FACTOR = 60
 """A slow disk takes this many times as long."""
+
+SLOW_WORK_FACTOR = 800
+"""Of reductions and outer steps: as of a model for which the memory is too small."""
 
 LASTS_MEAN_NS = 2 * SECOND
 """How long a fault lasts, on average, where `LASTS_NS` has nothing else."""
@@ -36,6 +40,8 @@ LASTS_NS = {
     "region away": (10 * SECOND, 40 * SECOND),
     "loop starved": (1 * SECOND, 12 * SECOND),
     "learner crashes again": (4 * SECOND, 20 * SECOND),
+    "receipts wrong": (2 * SECOND, 12 * SECOND),
+    "slow work": (5 * SECOND, 20 * SECOND),
     "bucket away": (5 * SECOND, 20 * SECOND),
     "bucket slow": (5 * SECOND, 20 * SECOND),
     "stale reads": (5 * SECOND, 20 * SECOND),
@@ -45,6 +51,12 @@ LASTS_NS = {
 
 STALL_NS_MAX = 4 * SECOND
 """A loop that stands still for longer counts as dead for everybody."""
+
+SWARM = "swarm"
+"""A schedule of a few kinds of any other one, each as often as the seed draws."""
+
+SWARM_CHANCE = 0.3
+"""Part of the kinds that a swarm has."""
 
 SCHEDULES: dict[str, dict[str, int]] = {
     "usual": {
@@ -104,6 +116,7 @@ SCHEDULES: dict[str, dict[str, int]] = {
         "lost writes": 3,
         "bucket emptied": 1,
     },
+    SWARM: {"receipts wrong": 1, "slow work": 1},
 }
 """Odds of each fault, by schedule."""
 
@@ -163,7 +176,9 @@ class Chaos:
         gray = GrayFaults(world, network, checkers, hosts)
         troubles = Troubles.of(world, hosts)
         # Weights, by kind, of the next fault; fixed for the whole run.
-        self._odds = SCHEDULES[schedule] | (TROUBLES[schedule] if troubles else {})
+        self._odds = SCHEDULES[schedule] | (TROUBLES.get(schedule, {}) if troubles else {})
+        if schedule == SWARM:
+            self._odds = _draw_swarm(world.rng, {**TROUBLES, **SCHEDULES} if troubles else SCHEDULES)
         # Each kind begins a fault and returns what heals it; None: it found nothing to strike.
         self._kinds: dict[str, Callable[[], Callable[[], None] | None]] = {
             "daemon killed": self._kill_daemon,
@@ -177,7 +192,8 @@ class Chaos:
             "one-way cut": self._one_way,
             "flaky links": partial(self._change_links, loss=0.25, duplicate=0.3, slower=1),
             "slow links": partial(self._change_links, loss=0.0, duplicate=0.0, slower=8),
-            "slow disk": self._slow_disk,
+            "slow disk": partial(self._slow_down, "disk_factor", SLOW_FACTOR),
+            "slow work": partial(self._slow_down, "work_factor", SLOW_WORK_FACTOR),
             "region away": self._cut_power,
             "leader dies after its append": self._raft.kill_after_append,
             "figure 8": self._raft.figure_8,
@@ -191,6 +207,7 @@ class Chaos:
             "bulk crawls": gray.crawl,
             "large transfers lost": gray.lose_large,
             "corrupt transfers": gray.corrupt,
+            "receipts wrong": gray.deny_receipts,
             **troubles,
             **SiteFaults(world, checkers, hosts).kinds,
         }
@@ -377,9 +394,14 @@ class Chaos:
             link.delay_ns = slower * usual.delay_ns
             link.jitter_ns = slower * usual.jitter_ns + (50 * MS if here else 0)
 
-    def _slow_disk(self) -> Callable[[], None] | None:
+    def _slow_down(self, name: str, factor: int) -> Callable[[], None] | None:
         host = self._pick()
-        if host.disk_factor != 1:
+        if getattr(host, name) != 1:
             return None
-        host.disk_factor = SLOW_FACTOR
-        return partial(setattr, host, "disk_factor", 1)
+        setattr(host, name, factor)
+        return partial(setattr, host, name, 1)
+
+
+def _draw_swarm(rng: Random, schedules: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    kinds = sorted({kind for name, odds in schedules.items() if name != SITES for kind in odds})
+    return {kind: rng.choice((1, 2, 6)) for kind in kinds if rng.random() < SWARM_CHANCE} or dict.fromkeys(kinds, 1)

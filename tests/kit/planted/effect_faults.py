@@ -12,7 +12,6 @@ from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.planting import Fault
 from diloco_node.numeric import F32
 from diloco_node.storage.store import RegionStore
-from tests.kit.planted.core_faults import with_residuals
 
 
 def _keep_any_residual(hands: Effects) -> None:
@@ -82,7 +81,6 @@ EFFECT_FAULTS: dict[str, Fault] = {
             "kept-residual",
             "the residual of an abandoned ballot is dropped",
             plant=_spoil(_keep_any_residual),
-            adapt=with_residuals,
         ),
         Fault(
             "lent-place",
