@@ -40,6 +40,7 @@ LASTS_NS = {
     "region away": (10 * SECOND, 40 * SECOND),
     "loop starved": (1 * SECOND, 12 * SECOND),
     "learner crashes again": (4 * SECOND, 20 * SECOND),
+    "donors busy": (2 * SECOND, 12 * SECOND),
     "receipts wrong": (2 * SECOND, 12 * SECOND),
     "slow work": (5 * SECOND, 20 * SECOND),
     "bucket away": (5 * SECOND, 20 * SECOND),
@@ -116,7 +117,7 @@ SCHEDULES: dict[str, dict[str, int]] = {
         "lost writes": 3,
         "bucket emptied": 1,
     },
-    SWARM: {"receipts wrong": 1, "slow work": 1},
+    SWARM: {"donors busy": 1, "receipts wrong": 1, "slow work": 1},
 }
 """Odds of each fault, by schedule."""
 
@@ -193,6 +194,7 @@ class Chaos:
             "flaky links": partial(self._change_links, loss=0.25, duplicate=0.3, slower=1),
             "slow links": partial(self._change_links, loss=0.0, duplicate=0.0, slower=8),
             "slow disk": partial(self._slow_down, "disk_factor", SLOW_FACTOR),
+            "donors busy": self._refuse_all,
             "slow work": partial(self._slow_down, "work_factor", SLOW_WORK_FACTOR),
             "region away": self._cut_power,
             "leader dies after its append": self._raft.kill_after_append,
@@ -393,6 +395,16 @@ class Chaos:
             link.duplicate = max([usual.duplicate, *(trouble.duplicate for trouble in here)])
             link.delay_ns = slower * usual.delay_ns
             link.jitter_ns = slower * usual.jitter_ns + (50 * MS if here else 0)
+
+    def _refuse_all(self) -> Callable[[], None]:
+        """No region sends what another one has missed."""
+
+        def set_busy(is_busy: bool) -> None:
+            for host in self._hosts.values():
+                host.fetches.is_busy = is_busy
+
+        set_busy(True)
+        return partial(set_busy, False)
 
     def _slow_down(self, name: str, factor: int) -> Callable[[], None] | None:
         host = self._pick()

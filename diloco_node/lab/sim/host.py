@@ -300,9 +300,10 @@ class Host:
     def tell_shards(self) -> None:
         """Tell the learner its shards of the data, as `daemon.learner.reception` does."""
         learner, history = self.learner, self.core.history
+        if learner is None or not learner.incarnation:
+            return
         news = (learner, self._lives, history.account.index)
-        is_known = self.core.ledger.has_caught_up
-        if learner is not None and learner.incarnation and is_known and news != self._told_shards:
+        if news != self._told_shards and self.core.ledger.has_caught_up:
             self._told_shards = news
             deal = history.shards(RUN_ID, self.name, learner.incarnation)
             if deal[1]:

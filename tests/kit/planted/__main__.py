@@ -34,7 +34,6 @@ def main() -> None:
         parser.error(
             f"{sorted(unknown)} can't be planted with --effects {options.effects}: {', '.join(sorted(faults))}"
         )
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     first, last = options.seeds
     for name in options.names or sorted(faults):
         began_s, count, finds = time.monotonic(), 0, {}
@@ -52,4 +51,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     main()
