@@ -375,10 +375,9 @@ class Checkers:
 
     def _holds_payload(self, host: Host, peer: str, message: msg.PayloadDurable) -> None:
         ballot = self._ballots.get(message.ballot)
-        if ballot is None and self.liars:
-            return
         if ballot is None:
-            self.violate(f"ballot: {host.name} holds {message.ballot}, which was never opened")
+            if not self.liars:
+                self.violate(f"ballot: {host.name} holds {message.ballot}, which was never opened")
             return
         key = (ballot[1].fragment, ballot[1].version, message.digest)
         if key not in host.disk.payloads:

@@ -29,24 +29,18 @@ LASTS_MEAN_NS = 2 * SECOND
 """How long a fault lasts, on average, where `LASTS_NS` has nothing else."""
 
 LASTS_NS = {
-    "leader isolated": (2 * SECOND, 8 * SECOND),
-    "minority isolated": (2 * SECOND, 8 * SECOND),
-    "votes lost": (2 * SECOND, 5 * SECOND),
-    "bulk cut one way": (2 * SECOND, 12 * SECOND),
-    "bulk cut": (2 * SECOND, 12 * SECOND),
-    "bulk crawls": (2 * SECOND, 12 * SECOND),
-    "large transfers lost": (2 * SECOND, 12 * SECOND),
-    "corrupt transfers": (2 * SECOND, 12 * SECOND),
-    "region away": (10 * SECOND, 40 * SECOND),
-    "loop starved": (1 * SECOND, 12 * SECOND),
-    "learner crashes again": (4 * SECOND, 20 * SECOND),
-    "donors busy": (2 * SECOND, 12 * SECOND),
-    "receipts wrong": (2 * SECOND, 12 * SECOND),
-    "slow work": (5 * SECOND, 20 * SECOND),
-    "bucket away": (5 * SECOND, 20 * SECOND),
-    "bucket slow": (5 * SECOND, 20 * SECOND),
-    "stale reads": (5 * SECOND, 20 * SECOND),
-    "lost writes": (5 * SECOND, 20 * SECOND),
+    kind: (low_s * SECOND, high_s * SECOND)
+    for low_s, high_s, *kinds in (
+        (1, 12, "loop starved"),
+        (2, 5, "votes lost"),
+        (2, 8, "leader isolated", "minority isolated"),
+        (2, 12, "bulk cut one way", "bulk cut", "bulk crawls", "large transfers lost", "corrupt transfers"),
+        (2, 12, "donors busy", "receipts wrong"),
+        (4, 20, "learner crashes again"),
+        (5, 20, "slow work", "bucket away", "bucket slow", "stale reads", "lost writes"),
+        (10, 40, "region away"),
+    )
+    for kind in kinds
 }
 """Between these, evenly."""
 

@@ -181,7 +181,7 @@ class Simulation:
             place = traceback.extract_tb(error.__traceback__)[-1]
             self.checkers.violate(f"crash: {type(error).__name__}: {error} in {place.name}, {place.filename}")
 
-    def begin_lies(self, kind: str = WORDS, *, breaks_majorities: bool = False) -> Liar | Cheating:
+    def begin_lies(self, kind: str = WORDS) -> Liar | Cheating:
         """Draw a region that lies from now on; the checks are about the others."""
         rng = self.world.rng
         region = rng.choice(self.setup.founders)
@@ -195,8 +195,7 @@ class Simulation:
             return Cheating(self.hosts[region], cheat)
         checkers.oracle.forgers = liars
         checkers.tolerated.update(TOLERATED)
-        rate = rng.choice(LIE_RATES)
-        return Liar(self.world, self.network, self.hosts, region, rate=rate, breaks_majorities=breaks_majorities)
+        return Liar(self.world, self.network, self.hosts, region, rate=rng.choice(LIE_RATES))
 
     def has_everybody(self, after: tuple[int, ...]) -> bool:
         """Each fragment has a round with every honest learner in it, after these versions."""
@@ -268,10 +267,11 @@ def simulate(
     Raises ConfigError: there is no such schedule, are no such effects, or they don't go together.
     """
     _check_names(schedule, liar, effects)
-    is_liar_drawn = liar is None
-    is_schedule_drawn, are_joiners_drawn = not schedule, joiners is None
+    options = f" --events {events}" * (events != EVENTS) + f" --schedule {schedule}" * bool(schedule)
+    options += f" --liar {liar!r}" * bool(liar) + ("" if joiners is None else f" --joiners {joiners}")
+    options += f" --effects {effects}" * (effects != FAST)
     can_be_sites = effects == FAST and not liar and not joiners and regions in (0, 2)
-    if is_schedule_drawn:
+    if not schedule:
         schedule = _draw_schedule(seed, can_be_sites=can_be_sites)
     if has_witness := schedule == SITES:
         if not can_be_sites:
@@ -340,8 +340,7 @@ def simulate(
             seed=seed,
             regions=len(simulation.setup.founders),
             joiners=joiners,
-            are_joiners_drawn=are_joiners_drawn,
-            events_wanted=events,
+            options=options,
             fault=fault.name if fault is not None else "",
             effects=effects,
             events=world.events,
@@ -355,14 +354,12 @@ def simulate(
             trace_digest=world.trace_digest(),
             trace_tail=tuple(world.trace_tail()),
             schedule=chaos.schedule,
-            is_schedule_drawn=is_schedule_drawn,
             liar=culprit.region if culprit is not None else "",
             lies=dict(sorted(culprit.lies.items())) if culprit is not None else {},
             wrong_sums=len(checkers.oracle.wrong_sums),
             accusations=checkers.accusations,
             limits=limits,
             lie=lies,
-            is_liar_drawn=is_liar_drawn,
         )
 
 
