@@ -22,8 +22,8 @@ from diloco_node.lab.sim.world import MS, SECOND, FakeNetwork, Life, World
 SLOW_FACTOR = 60
 """A slow disk takes this many times as long."""
 
-SLOW_WORK_FACTOR = 800
-"""Of reductions and outer steps: as of a model for which the memory is too small."""
+SLOW_STEP_FACTOR = 1500
+"""Of outer steps: as of a model for which the memory is too small."""
 
 LASTS_MEAN_NS = 2 * SECOND
 """How long a fault lasts, on average, where `LASTS_NS` has nothing else."""
@@ -37,7 +37,7 @@ LASTS_NS = {
         (2, 12, "bulk cut one way", "bulk cut", "bulk crawls", "large transfers lost", "corrupt transfers"),
         (2, 12, "donors busy", "receipts wrong"),
         (4, 20, "learner crashes again"),
-        (5, 20, "slow work", "bucket away", "bucket slow", "stale reads", "lost writes"),
+        (5, 20, "slow outer steps", "bucket away", "bucket slow", "stale reads", "lost writes"),
         (10, 40, "region away"),
     )
     for kind in kinds
@@ -111,7 +111,7 @@ SCHEDULES: dict[str, dict[str, int]] = {
         "lost writes": 3,
         "bucket emptied": 1,
     },
-    SWARM: {"donors busy": 1, "receipts wrong": 1, "slow work": 1},
+    SWARM: {"donors busy": 1, "receipts wrong": 1, "slow outer steps": 1},
 }
 """Odds of each fault, by schedule."""
 
@@ -189,7 +189,7 @@ class Chaos:
             "slow links": partial(self._change_links, loss=0.0, duplicate=0.0, slower=8),
             "slow disk": partial(self._slow_down, "disk_factor", SLOW_FACTOR),
             "donors busy": self._refuse_all,
-            "slow work": partial(self._slow_down, "work_factor", SLOW_WORK_FACTOR),
+            "slow outer steps": partial(self._slow_down, "step_factor", SLOW_STEP_FACTOR),
             "region away": self._cut_power,
             "leader dies after its append": self._raft.kill_after_append,
             "figure 8": self._raft.figure_8,

@@ -101,7 +101,7 @@ def hurry(setup: Setup, rng: random.Random) -> Setup:
         setup.settings,
         ballot_deadline_min_ns=rng.choice((setup.settings.heartbeat_ns, 1000 * MS)),
         checkpoint_versions=rng.choice((1, 1, 3)),
-        summary_entries=rng.choice((12, 12, 40)),
+        summary_entries=rng.choice((4, 12, 40)),
     )
     return replace(setup, settings=settings, apply_lag_max=rng.choice((0, 4, 3 * settings.sync_every)))
 
