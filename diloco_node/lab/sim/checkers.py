@@ -15,6 +15,7 @@ from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.ledger.entries import ZERO_HASH
 from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.recovery.fetches import RETRY_NS_MAX
 from diloco_node.core.types import (
     Ballot,
     Contribution,
@@ -41,6 +42,9 @@ from diloco_node.lab.sim.world import SECOND, World
 VIOLATIONS_MAX = 20
 """More than that of one run tell nothing new."""
 
+UNASKED_NS_MAX = 2 * RETRY_NS_MAX
+"""So long a region may ask nobody for what it lacks, though others are there."""
+
 _REFUSED = ("does not append what can't be", "follows it no more")
 """Words of a core about an entry that it refuses, its own or its leader's."""
 
@@ -64,6 +68,7 @@ class RegionMemory:
         acknowledged: the last (index, hash) whose durability was verified on this disk.
         base_index: of the ledger at which its account was compared last.
         versions: per fragment the version applied in this life.
+        unasked: by fragment that is lacking, since when nobody is asked for it.
         told: by (fragment, version, digest), the regions whose heartbeats told this life of it.
         voted: by term, where its log ended when it decided its vote.
     """
@@ -75,6 +80,7 @@ class RegionMemory:
     acknowledged: tuple[int, bytes] = (0, ZERO_HASH)
     base_index: int = 0
     versions: dict[int, int] = field(default_factory=dict)
+    unasked: dict[int, int] = field(default_factory=dict)
     told: dict[tuple[int, int, bytes], set[str]] = field(default_factory=dict)
     voted: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -184,6 +190,14 @@ class Checkers:
         elif isinstance(event, ev.MessageArrived) and isinstance(event.message, msg.Heartbeat):
             for report in event.message.digests:
                 self._hears(host, event.peer, report)
+            self._check_asked(host)
+
+    def _check_asked(self, host: Host) -> None:
+        """Whoever failed once is asked again, after a pause."""
+        memory, now_ns = self._memories[host.name], self._world.now_ns
+        memory.unasked = {at: memory.unasked.get(at, now_ns) for at in view.unasked(host.core)}
+        if memory.unasked and now_ns - min(memory.unasked.values()) > UNASKED_NS_MAX:
+            self.violate(f"fetch: {host.name} asks nobody for what it lacks, by fragment since {memory.unasked} ns")
 
     def _hears(self, host: Host, name: str, report: ev.DigestComputed | FragmentDigest) -> None:
         key = (report.fragment, report.version, report.digest)

@@ -90,9 +90,9 @@ class GrayFaults:
         return restore
 
     def deny_receipts(self) -> Undo | None:
-        """Memory of the region is bad: each merged stripe has other bytes there, it says."""
+        """Memory of the region is bad: each merged stripe has other bytes there, it says. Two could be a majority."""
         name = self._pick()
-        if name in self._network.frame_spoilers:
+        if self._network.frame_spoilers:
             return None
         CHEATS["receipts"].begin(self._hosts[name])
         return partial(self._network.frame_spoilers.pop, name, None)

@@ -87,7 +87,7 @@ SIGNS = {
     "any-answer": "its disk does not have it",
     "closed-steps": "account: ",
     "forgotten-payload": "which its own disk has",
-    "asked-once": "progress: ",
+    "asked-once": "asks nobody",
     "half-blames": "blame: ",
     "eager-vote": "progress: ",
     "open-changes": "changes are open at once",
