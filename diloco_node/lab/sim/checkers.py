@@ -8,7 +8,7 @@ and an oracle that recomputes every merged payload and every version (`oracle.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from diloco_node.core import events as ev
@@ -33,6 +33,7 @@ from diloco_node.lab.sim.fake_learner import FakeSnapshot
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.member_check import MemberCheck
 from diloco_node.lab.sim.oracle import Oracle
+from diloco_node.lab.sim.region_memory import RegionMemory
 from diloco_node.lab.sim.row_check import RowCheck
 from diloco_node.lab.sim.setting_orders import SettingCheck
 from diloco_node.lab.sim.setup import Setup
@@ -55,34 +56,6 @@ _PROOFS = (
     "got other bytes of its contribution than the leader",
 )
 """Words of a core about what only a liar does."""
-
-
-@dataclass(slots=True)
-class RegionMemory:
-    """Memory of a region.
-
-    Attributes:
-        commit_index: the highest that its current daemon has shown.
-        counted_index, led_term: what it had counted as committed when it was last seen to lead, and the term.
-        known_index: up to which its log was compared with the committed history.
-        acknowledged: the last (index, hash) whose durability was verified on this disk.
-        base_index: of the ledger at which its account was compared last.
-        versions: per fragment the version applied in this life.
-        unasked: by fragment that is lacking, since when nobody is asked for it.
-        told: by (fragment, version, digest), the regions whose heartbeats told this life of it.
-        voted: by term, where its log ended when it decided its vote.
-    """
-
-    commit_index: int = 0
-    counted_index: int = 0
-    led_term: int = 0
-    known_index: int = 0
-    acknowledged: tuple[int, bytes] = (0, ZERO_HASH)
-    base_index: int = 0
-    versions: dict[int, int] = field(default_factory=dict)
-    unasked: dict[int, int] = field(default_factory=dict)
-    told: dict[tuple[int, int, bytes], set[str]] = field(default_factory=dict)
-    voted: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class Checkers:

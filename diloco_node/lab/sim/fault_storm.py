@@ -22,7 +22,7 @@ from diloco_node.lab.sim.world import MS, SECOND, FakeNetwork, Life, World
 SLOW_FACTOR = 60
 """A slow disk takes this many times as long."""
 
-SLOW_STEP_FACTOR = 1500
+SLOW_STEP_FACTOR = 5000
 """Of outer steps: as of a model for which the memory is too small."""
 
 LASTS_MEAN_NS = 2 * SECOND
