@@ -21,7 +21,6 @@ from diloco_node.core.types import (
     Contribution,
     DiscardedBody,
     Entry,
-    FragmentDigest,
     GenesisBody,
     RoundBody,
     SnapshotBody,
@@ -158,11 +157,11 @@ class Checkers:
             versions[event.fragment] = event.version
         elif isinstance(event, ev.DigestComputed):
             self._sync(host)
-            self._hears(host, host.name, event)
             self.oracle.digest_seen(host.name, event)
         elif isinstance(event, ev.MessageArrived) and isinstance(event.message, msg.Heartbeat):
+            told = self._memories[host.name].told
             for report in event.message.digests:
-                self._hears(host, event.peer, report)
+                told.setdefault((report.fragment, report.version, report.digest), {host.name}).add(event.peer)
             self._check_asked(host)
 
     def _check_asked(self, host: Host) -> None:
@@ -171,10 +170,6 @@ class Checkers:
         memory.unasked = {at: memory.unasked.get(at, now_ns) for at in view.unasked(host.core)}
         if memory.unasked and now_ns - min(memory.unasked.values()) > UNASKED_NS_MAX:
             self.violate(f"fetch: {host.name} asks nobody for what it lacks, by fragment since {memory.unasked} ns")
-
-    def _hears(self, host: Host, name: str, report: ev.DigestComputed | FragmentDigest) -> None:
-        key = (report.fragment, report.version, report.digest)
-        self._memories[host.name].told.setdefault(key, set()).add(name)
 
     def effect_seen(self, host: Host, effect: ev.Effect) -> None:
         """Whether the core may want this."""
@@ -439,7 +434,7 @@ class Checkers:
                 self.members.check_leader(host.core, ledger.cluster_commit_index)
             elif isinstance(body, SnapshotBody):
                 key = (body.fragment, body.version, body.digest)
-                self._check_majority(host, "snapshot", key, memory.told.get(key, set()) | self.liars)
+                self._check_majority(host, "snapshot", key, memory.told.get(key, {host.name}) | self.liars)
 
     def _check_majority(self, host: Host, label: str, key: tuple[int, int, bytes], names: set[str]) -> None:
         # The witness takes no entry without its payload, and compares no states: it has no say here.
