@@ -158,10 +158,8 @@ class Checkers:
         elif isinstance(event, ev.DigestComputed):
             self._sync(host)
             self.oracle.digest_seen(host.name, event)
-        elif isinstance(event, ev.MessageArrived) and isinstance(event.message, msg.Heartbeat):
-            told = self._memories[host.name].told
-            for report in event.message.digests:
-                told.setdefault((report.fragment, report.version, report.digest), {host.name}).add(event.peer)
+        elif isinstance(event, ev.MessageArrived):
+            self._memories[host.name].hear(event.peer, event.message)
             self._check_asked(host)
 
     def _check_asked(self, host: Host) -> None:
@@ -428,13 +426,14 @@ class Checkers:
                 continue
             if isinstance(body, RoundBody):
                 key = (body.fragment, body.version, body.payload_digest)
-                holders = {name for name, host in self.hosts.items() if key in host.disk.payloads} | self.liars
+                told = {host.name, *memory.told.get((body.ballot, body.payload_digest), ())}
+                holders = {name for name in told if key in self.hosts[name].disk.payloads} | self.liars
                 self._check_majority(host, "holders", key, holders)
             elif isinstance(body, MembershipBody):
                 self.members.check_leader(host.core, ledger.cluster_commit_index)
             elif isinstance(body, SnapshotBody):
                 key = (body.fragment, body.version, body.digest)
-                self._check_majority(host, "snapshot", key, memory.told.get(key, {host.name}) | self.liars)
+                self._check_majority(host, "snapshot", key, {host.name, *memory.told.get(key, ())} | self.liars)
 
     def _check_majority(self, host: Host, label: str, key: tuple[int, int, bytes], names: set[str]) -> None:
         # The witness takes no entry without its payload, and compares no states: it has no say here.
