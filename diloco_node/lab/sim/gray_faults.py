@@ -83,11 +83,7 @@ class GrayFaults:
             return None
         self._checkers.tolerated.update(OTHER_BYTES)
         self._network.bulk_spoilers[name] = self._corrupt
-
-        def restore() -> None:
-            del self._network.bulk_spoilers[name]
-
-        return restore
+        return partial(self._network.bulk_spoilers.pop, name, None)
 
     def deny_receipts(self) -> Undo | None:
         """Memory of the region is bad: each merged stripe has other bytes there, it says. Two could be a majority."""
