@@ -13,7 +13,7 @@ import typer
 
 app = typer.Typer(help="Run without a network.", no_args_is_help=True, rich_markup_mode=None)
 
-_SCHEDULE_HELP = "Which faults: usual, elections, gray, away. The seed chooses if not given."
+_SCHEDULE_HELP = "Which faults: usual, elections, gray, away, swarm. The seed chooses if not given."
 _LIAR_HELP = (
     "How one region lies: words (fields of what it sends), sum x1.5, tokens x8, ... The seed chooses if not given."
 )

@@ -120,11 +120,14 @@ class Audit:
                 for fragment in range(len(self._setup.layouts)):
                     self._close_line(hosts[name], incarnation, fragment)
             core = hosts[name].core
-            if core is not None and core.history.account.index == self._index:
-                self._compare(name, core.history.account)
+            if core is not None:
+                self.has_compared(name, core.history.account)
 
-    def _compare(self, region: str, account: Account) -> None:
-        """Compare steps and tokens of every learner, its closed lives too, as a region counts them."""
+    def has_compared(self, region: str, account: Account) -> bool:
+        """Compare steps and tokens of every learner, its closed lives too, as a region counts them; not if it is at
+        another entry."""
+        if account.index != self._index:
+            return False
         fragments = len(self._setup.layouts)
         for learner in sorted(set(self._setup.regions) - self.liars):
             ends: dict[int, int] = {}
@@ -137,6 +140,7 @@ class Audit:
             sums = (account.steps_before(learner, INCARNATION_MAX + 1), account.covered_tokens(learner, fragments))
             if sums != due:
                 self._violate(f"account: {region} counts {sums} steps and tokens of {learner}, the ledger has {due}")
+        return True
 
     def open_lines(self, hosts: Mapping[str, Host]) -> dict[Identity, int]:
         """Accounts that wait for a discard, of dead incarnations or after `overwrite`: up to which step."""

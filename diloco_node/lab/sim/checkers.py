@@ -8,14 +8,23 @@ and an oracle that recomputes every merged payload and every version (`oracle.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.ledger.entries import ZERO_HASH
 from diloco_node.core.member_kind import MembershipBody
-from diloco_node.core.types import Ballot, Contribution, DiscardedBody, Entry, GenesisBody, RoundBody, SnapshotBody
+from diloco_node.core.recovery.fetches import RETRY_NS_MAX
+from diloco_node.core.types import (
+    Ballot,
+    Contribution,
+    DiscardedBody,
+    Entry,
+    GenesisBody,
+    RoundBody,
+    SnapshotBody,
+)
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.audit import Audit
 from diloco_node.lab.sim.disk import Disk
@@ -23,6 +32,7 @@ from diloco_node.lab.sim.fake_learner import FakeSnapshot
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.member_check import MemberCheck
 from diloco_node.lab.sim.oracle import Oracle
+from diloco_node.lab.sim.region_memory import RegionMemory
 from diloco_node.lab.sim.row_check import RowCheck
 from diloco_node.lab.sim.setting_orders import SettingCheck
 from diloco_node.lab.sim.setup import Setup
@@ -31,6 +41,9 @@ from diloco_node.lab.sim.world import SECOND, World
 
 VIOLATIONS_MAX = 20
 """More than that of one run tell nothing new."""
+
+UNASKED_NS_MAX = 2 * RETRY_NS_MAX
+"""So long a region may ask nobody for what it lacks, though others are there."""
 
 _REFUSED = ("does not append what can't be", "follows it no more")
 """Words of a core about an entry that it refuses, its own or its leader's."""
@@ -42,28 +55,6 @@ _PROOFS = (
     "got other bytes of its contribution than the leader",
 )
 """Words of a core about what only a liar does."""
-
-
-@dataclass(slots=True)
-class RegionMemory:
-    """Memory of a region.
-
-    Attributes:
-        commit_index: the highest that its current daemon has shown.
-        counted_index, led_term: what it had counted as committed when it was last seen to lead, and the term.
-        known_index: up to which its log was compared with the committed history.
-        acknowledged: the last (index, hash) whose durability was verified on this disk.
-        versions: per fragment the version applied in this life.
-        voted: by term, where its log ended when it decided its vote.
-    """
-
-    commit_index: int = 0
-    counted_index: int = 0
-    led_term: int = 0
-    known_index: int = 0
-    acknowledged: tuple[int, bytes] = (0, ZERO_HASH)
-    versions: dict[int, int] = field(default_factory=dict)
-    voted: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class Checkers:
@@ -112,8 +103,6 @@ class Checkers:
         self._snapshots: dict[tuple[str, int, int, int], int] = {}
         # By folder, the last committed entry that it acknowledged.
         self._promised: dict[bytes, int] = {}
-        # By (fragment, version, digest), the regions that found it.
-        self._finders: dict[tuple[int, int, bytes], set[str]] = {}
         self._message_checks: dict[type, Callable[[Host, str, Any], None]] = {
             msg.AppendEntries: self._leads,
             msg.AppendEntriesReply: self._acknowledges,
@@ -168,8 +157,17 @@ class Checkers:
             versions[event.fragment] = event.version
         elif isinstance(event, ev.DigestComputed):
             self._sync(host)
-            self._finders.setdefault((event.fragment, event.version, event.digest), set(self.liars)).add(host.name)
             self.oracle.digest_seen(host.name, event)
+        elif isinstance(event, ev.MessageArrived):
+            self._memories[host.name].hear(event.peer, event.message)
+            self._check_asked(host)
+
+    def _check_asked(self, host: Host) -> None:
+        """Whoever failed once is asked again, after a pause."""
+        memory, now_ns = self._memories[host.name], self._world.now_ns
+        memory.unasked = {at: memory.unasked.get(at, now_ns) for at in view.unasked(host.core)}
+        if memory.unasked and now_ns - min(memory.unasked.values()) > UNASKED_NS_MAX:
+            self.violate(f"fetch: {host.name} asks nobody for what it lacks, by fragment since {memory.unasked} ns")
 
     def effect_seen(self, host: Host, effect: ev.Effect) -> None:
         """Whether the core may want this."""
@@ -220,6 +218,9 @@ class Checkers:
                 self._committed(host, entry)
         memory.commit_index = commit_index
         self._settings.look(host.name, host.core, commit_index)
+        # What a base sums up, lives that it closes too, is still what the entries say.
+        if memory.base_index < ledger.base.index and self.audit.has_compared(host.name, host.core.history.account):
+            memory.base_index = ledger.base.index
 
     def _check_own_term(self, host: Host, memory: RegionMemory) -> None:
         """An entry that a leader commits by counting disks must be of its own term."""
@@ -352,10 +353,9 @@ class Checkers:
 
     def _holds_payload(self, host: Host, peer: str, message: msg.PayloadDurable) -> None:
         ballot = self._ballots.get(message.ballot)
-        if ballot is None and self.liars:
-            return
         if ballot is None:
-            self.violate(f"ballot: {host.name} holds {message.ballot}, which was never opened")
+            if not self.liars:
+                self.violate(f"ballot: {host.name} holds {message.ballot}, which was never opened")
             return
         key = (ballot[1].fragment, ballot[1].version, message.digest)
         if key not in host.disk.payloads:
@@ -411,9 +411,10 @@ class Checkers:
             self.violate(f"snapshot: {host.name} offers {snapshot}, then {contribution.snapshot} to {key[2]}/{key[3]}")
 
     def _proposes(self, host: Host, effect: ev.PersistLedger) -> None:
-        """A leader proposes only what a majority has: a round's payload on disk, a snapshot's bytes in memory."""
+        """A leader proposes only what a majority has: a round's payload on disk, a snapshot's bytes as it was told."""
+        memory = self._memories[host.name]
         if effect.voted_for:
-            self._memories[host.name].voted.setdefault(effect.term, view.log_end(host.core))
+            memory.voted.setdefault(effect.term, view.log_end(host.core))
         ledger = view.ledger(host.core)
         if not ledger.is_leader:
             return
@@ -423,13 +424,14 @@ class Checkers:
                 continue
             if isinstance(body, RoundBody):
                 key = (body.fragment, body.version, body.payload_digest)
-                holders = {name for name, host in self.hosts.items() if key in host.disk.payloads} | self.liars
+                told = {host.name, *memory.told.get((body.ballot, body.payload_digest), ())}
+                holders = {name for name in told if key in self.hosts[name].disk.payloads} | self.liars
                 self._check_majority(host, "holders", key, holders)
             elif isinstance(body, MembershipBody):
                 self.members.check_leader(host.core, ledger.cluster_commit_index)
             elif isinstance(body, SnapshotBody):
                 key = (body.fragment, body.version, body.digest)
-                self._check_majority(host, "snapshot", key, self._finders.get(key, set()))
+                self._check_majority(host, "snapshot", key, {host.name, *memory.told.get(key, ())} | self.liars)
 
     def _check_majority(self, host: Host, label: str, key: tuple[int, int, bytes], names: set[str]) -> None:
         # The witness takes no entry without its payload, and compares no states: it has no say here.

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from diloco_node.core.ledger.raft import LedgerCore
+    from diloco_node.core.recovery.fetches import Fetches
     from diloco_node.core.rounds.leader import RoundLeader
     from diloco_node.core.rounds.participant import RoundParticipant
     from diloco_node.core.types import EntryBody
@@ -41,6 +42,13 @@ def rounds(core: Any) -> RoundLeader:
     """The part of a core that decides about rounds while it leads."""
     leader: RoundLeader = core.leader
     return leader
+
+
+def unasked(core: Any) -> tuple[int, ...]:
+    """Fragments whose fetch nobody is asked for, while no fetch is under way and somebody could help."""
+    fetches: Fetches = core._fetches
+    waiting = fetches.pending.items() if not fetches.in_flight() else ()
+    return tuple(fragment for fragment, fetch in waiting if fetches._alive - fetch.gone)
 
 
 def participant(core: Any) -> RoundParticipant:

@@ -124,7 +124,8 @@ class FakeEffects:
                 self._host.transfer(stripe.reducer, header, body)
 
     def _do_soon(self, work: Callable[[Any], None], effect: ev.Effect) -> None:
-        self._host.after(self._host.world.draw_ns(MS // 2, 4 * MS), work, effect)
+        factor = self._host.step_factor if isinstance(effect, ev.ApplyVersion) else 1
+        self._host.after(factor * self._host.world.draw_ns(MS // 2, 4 * MS), work, effect)
 
     def _report_reduction(self, effect: ev.ReduceStripe) -> None:
         answer = self._host.plane.reduce(effect)

@@ -274,14 +274,15 @@ class FakeLearner:
 
     def _train_rows(self) -> None:
         """Train one shard after another, each a pass at a time."""
-        begun, shards = dict(self._rows), self._shards
+        begun, shards = dict[int, int](), self._shards
         for _ in range(ROWS_A_STEP):
             place = bisect_left(shards, self._shard)
             is_there = place < len(shards) and shards[place] == self._shard
             if not is_there or not self._rows[self._shard] % ROWS_A_PASS:
                 self._shard = shards[(place + is_there) % len(shards)]
+            begun.setdefault(self._shard, self._rows[self._shard])
             self._rows[self._shard] += 1
-        ranges = [ShardRows(shard, begun[shard], row) for shard, row in self._rows.items() if row != begun[shard]]
+        ranges = [ShardRows(shard, row, self._rows[shard]) for shard, row in begun.items()]
         self.book.add(ranges, self._changes)
         self._port.rows_trained(self.incarnation, ranges)
 

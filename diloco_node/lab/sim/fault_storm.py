@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from random import Random
 
 from diloco_node.lab.chaos.fault_plan import draw_gap, draw_one
 from diloco_node.lab.sim import core_parts as view
@@ -21,30 +22,36 @@ from diloco_node.lab.sim.world import MS, SECOND, FakeNetwork, Life, World
 SLOW_FACTOR = 60
 """A slow disk takes this many times as long."""
 
+SLOW_STEP_FACTOR = 5000
+"""Of outer steps: as of a model for which the memory is too small."""
+
 LASTS_MEAN_NS = 2 * SECOND
 """How long a fault lasts, on average, where `LASTS_NS` has nothing else."""
 
 LASTS_NS = {
-    "leader isolated": (2 * SECOND, 8 * SECOND),
-    "minority isolated": (2 * SECOND, 8 * SECOND),
-    "votes lost": (2 * SECOND, 5 * SECOND),
-    "bulk cut one way": (2 * SECOND, 12 * SECOND),
-    "bulk cut": (2 * SECOND, 12 * SECOND),
-    "bulk crawls": (2 * SECOND, 12 * SECOND),
-    "large transfers lost": (2 * SECOND, 12 * SECOND),
-    "corrupt transfers": (2 * SECOND, 12 * SECOND),
-    "region away": (10 * SECOND, 40 * SECOND),
-    "loop starved": (1 * SECOND, 12 * SECOND),
-    "learner crashes again": (4 * SECOND, 20 * SECOND),
-    "bucket away": (5 * SECOND, 20 * SECOND),
-    "bucket slow": (5 * SECOND, 20 * SECOND),
-    "stale reads": (5 * SECOND, 20 * SECOND),
-    "lost writes": (5 * SECOND, 20 * SECOND),
+    kind: (low_s * SECOND, high_s * SECOND)
+    for low_s, high_s, *kinds in (
+        (1, 12, "loop starved"),
+        (2, 5, "votes lost"),
+        (2, 8, "leader isolated", "minority isolated"),
+        (2, 12, "bulk cut one way", "bulk cut", "bulk crawls", "large transfers lost", "corrupt transfers"),
+        (2, 12, "donors busy", "receipts wrong"),
+        (4, 20, "learner crashes again"),
+        (5, 20, "slow outer steps", "bucket away", "bucket slow", "stale reads", "lost writes"),
+        (10, 40, "region away"),
+    )
+    for kind in kinds
 }
 """Between these, evenly."""
 
 STALL_NS_MAX = 4 * SECOND
 """A loop that stands still for longer counts as dead for everybody."""
+
+SWARM = "swarm"
+"""A schedule of a few kinds of any other one, each as often as the seed draws."""
+
+SWARM_CHANCE = 0.3
+"""Part of the kinds that a swarm has."""
 
 SCHEDULES: dict[str, dict[str, int]] = {
     "usual": {
@@ -104,6 +111,7 @@ SCHEDULES: dict[str, dict[str, int]] = {
         "lost writes": 3,
         "bucket emptied": 1,
     },
+    SWARM: {"donors busy": 1, "receipts wrong": 1, "slow outer steps": 1},
 }
 """Odds of each fault, by schedule."""
 
@@ -163,7 +171,9 @@ class Chaos:
         gray = GrayFaults(world, network, checkers, hosts)
         troubles = Troubles.of(world, hosts)
         # Weights, by kind, of the next fault; fixed for the whole run.
-        self._odds = SCHEDULES[schedule] | (TROUBLES[schedule] if troubles else {})
+        self._odds = SCHEDULES[schedule] | (TROUBLES.get(schedule, {}) if troubles else {})
+        if schedule == SWARM:
+            self._odds = _draw_swarm(world.rng, {**TROUBLES, **SCHEDULES} if troubles else SCHEDULES)
         # Each kind begins a fault and returns what heals it; None: it found nothing to strike.
         self._kinds: dict[str, Callable[[], Callable[[], None] | None]] = {
             "daemon killed": self._kill_daemon,
@@ -177,7 +187,9 @@ class Chaos:
             "one-way cut": self._one_way,
             "flaky links": partial(self._change_links, loss=0.25, duplicate=0.3, slower=1),
             "slow links": partial(self._change_links, loss=0.0, duplicate=0.0, slower=8),
-            "slow disk": self._slow_disk,
+            "slow disk": partial(self._slow_down, "disk_factor", SLOW_FACTOR),
+            "donors busy": self._refuse_all,
+            "slow outer steps": partial(self._slow_down, "step_factor", SLOW_STEP_FACTOR),
             "region away": self._cut_power,
             "leader dies after its append": self._raft.kill_after_append,
             "figure 8": self._raft.figure_8,
@@ -191,6 +203,7 @@ class Chaos:
             "bulk crawls": gray.crawl,
             "large transfers lost": gray.lose_large,
             "corrupt transfers": gray.corrupt,
+            "receipts wrong": gray.deny_receipts,
             **troubles,
             **SiteFaults(world, checkers, hosts).kinds,
         }
@@ -377,9 +390,24 @@ class Chaos:
             link.delay_ns = slower * usual.delay_ns
             link.jitter_ns = slower * usual.jitter_ns + (50 * MS if here else 0)
 
-    def _slow_disk(self) -> Callable[[], None] | None:
+    def _refuse_all(self) -> Callable[[], None]:
+        """No region sends what another one has missed."""
+
+        def set_busy(is_busy: bool) -> None:
+            for host in self._hosts.values():
+                host.fetches.is_busy = is_busy
+
+        set_busy(True)
+        return partial(set_busy, False)
+
+    def _slow_down(self, name: str, factor: int) -> Callable[[], None] | None:
         host = self._pick()
-        if host.disk_factor != 1:
+        if getattr(host, name) != 1:
             return None
-        host.disk_factor = SLOW_FACTOR
-        return partial(setattr, host, "disk_factor", 1)
+        setattr(host, name, factor)
+        return partial(setattr, host, name, 1)
+
+
+def _draw_swarm(rng: Random, schedules: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    kinds = sorted({kind for name, odds in schedules.items() if name != SITES for kind in odds})
+    return {kind: rng.choice((1, 2, 6)) for kind in kinds if rng.random() < SWARM_CHANCE} or dict.fromkeys(kinds, 1)

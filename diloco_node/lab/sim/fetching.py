@@ -30,10 +30,15 @@ class FakeFetch:
 
 
 class FakeFetches:
-    """Both sides of a fetch, for one region."""
+    """Both sides of a fetch, for one region.
+
+    Attributes:
+        is_busy: it sends nothing to anybody, and says so.
+    """
 
     def __init__(self, host: Host) -> None:
         self._host = host
+        self.is_busy = False
         self._open: dict[tuple[str, int, bool], FakeFetch] = {}
         self._number = 0
 
@@ -110,14 +115,16 @@ class FakeFetches:
         """A peer asks."""
         name, disk = (message.fragment, message.version, message.digest), self._host.disk
         state = disk.older_states.get((message.fragment, message.version))
-        if isinstance(message, msg.PayloadRequested):
+        if self.is_busy:
+            state = None
+        elif isinstance(message, msg.PayloadRequested):
             if name in disk.payloads:
                 self._host.transfer(peer, msg.Payload(*name), disk.payloads[name].data)
                 return
         elif state is not None and tensors.state_digest(state.theta, state.momentum) == message.digest:
             self._host.transfer(peer, msg.State(*name), state.theta.tobytes() + state.momentum.tobytes())
             return
-        refusal = msg.Refused(message.fragment, message.version, "gone")
+        refusal = msg.Refused(message.fragment, message.version, "busy" if self.is_busy else "gone")
         self._host.network.send(self._host.name, peer, encode_control(refusal))
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from diloco_node.core.messages import MergedStripe, Payload
+from diloco_node.lab.sim.cheats import CHEATS
 from diloco_node.lab.sim.checkers import Checkers
+from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.world import FakeNetwork, World
 from diloco_node.wire.envelope import TransferBegin, decode_bulk
 
@@ -24,11 +27,12 @@ OTHER_BYTES = ("other bytes than its digest",)
 class GrayFaults:
     """Begins a fault of the bulk lane of one region and returns what ends it."""
 
-    def __init__(self, world: World, network: FakeNetwork, checkers: Checkers, names: Mapping[str, object]) -> None:
+    def __init__(self, world: World, network: FakeNetwork, checkers: Checkers, hosts: Mapping[str, Host]) -> None:
         self._world = world
         self._network = network
         self._checkers = checkers
-        self._names = sorted(names)
+        self._hosts = hosts
+        self._names = sorted(hosts)
 
     def cut_one_way(self) -> Undo | None:
         """Nothing of bulk reaches, or leaves, the region."""
@@ -79,11 +83,15 @@ class GrayFaults:
             return None
         self._checkers.tolerated.update(OTHER_BYTES)
         self._network.bulk_spoilers[name] = self._corrupt
+        return partial(self._network.bulk_spoilers.pop, name, None)
 
-        def restore() -> None:
-            del self._network.bulk_spoilers[name]
-
-        return restore
+    def deny_receipts(self) -> Undo | None:
+        """Memory of the region is bad: each merged stripe has other bytes there, it says. Two could be a majority."""
+        name = self._pick()
+        if self._network.frame_spoilers:
+            return None
+        CHEATS["receipts"].begin(self._hosts[name])
+        return partial(self._network.frame_spoilers.pop, name, None)
 
     def _corrupt(self, _: str, header: bytes, body: bytes) -> tuple[bytes, bytes]:
         begin = decode_bulk(header)

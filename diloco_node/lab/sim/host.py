@@ -77,7 +77,7 @@ class Host:
         learner: the current incarnation, None while it is down.
         theta_0: what this region's learner begins with if there is no run yet, per fragment.
         is_absent: nothing starts here: it has not joined yet, has left, or its machine is lost.
-        disk_factor: how many times slower than usual the disk is.
+        disk_factor, step_factor: how many times slower than usual the disk is, and outer steps are.
         contribution_area: what the learner encoded last, by fragment; it lies in the supervisor's memory.
         make_core: builds the core of each life of the daemon. effects, fetches: carry out what the core wants.
         fsync_is_late: plants a fault: writes are answered before they are durable.
@@ -104,7 +104,7 @@ class Host:
         self.plane = DataPlane(setup, self.disk, self.complain)
         self.learner: FakeLearner | None = None
         self.is_absent = name in setup.joiners
-        self.disk_factor = 1
+        self.disk_factor = self.step_factor = 1
         # The run's witness, and this daemon's way to it, if it has any.
         self.bucket: FakeBucket | None = None
         self.witness: FakeWitness | None = None
@@ -299,9 +299,10 @@ class Host:
     def tell_shards(self) -> None:
         """Tell the learner its shards of the data, as `daemon.learner.reception` does."""
         learner, history = self.learner, self.core.history
+        if learner is None or not learner.incarnation:
+            return
         news = (learner, self._lives, history.account.index)
-        is_known = self.core.ledger.has_caught_up
-        if learner is not None and learner.incarnation and is_known and news != self._told_shards:
+        if news != self._told_shards and self.core.ledger.has_caught_up:
             self._told_shards = news
             deal = history.shards(RUN_ID, self.name, learner.incarnation)
             if deal[1]:

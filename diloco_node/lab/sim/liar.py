@@ -3,7 +3,7 @@
 A lie is of the field's type and passes the schema, so only a check of its meaning can find it. Control messages, bodies
 that it proposes as leader, and the headers and bytes of bulk transfers are changed.
 
-Fields by which majorities are counted (`COUNTED`) stay as they are, unless `breaks_majorities`: no Raft stands a voter
+Fields by which majorities are counted (`COUNTED`) stay as they are: no Raft stands a voter
 that votes twice, acknowledges what it does not have, or leads a term for which nobody elected it.
 """
 
@@ -57,7 +57,6 @@ class Liar:
         region: str,
         *,
         rate: float,
-        breaks_majorities: bool = False,
     ) -> None:
         self.rate = rate
         self.lies: dict[str, int] = {}
@@ -67,7 +66,6 @@ class Liar:
         self._rng = Random(world.rng.getrandbits(63))
         self._names = sorted(hosts)
         self.region = region
-        self._breaks_majorities = breaks_majorities
         self._layouts = hosts[region].setup.layouts
         self._values: dict[tuple[str, str], list[Any]] = {}
         network.frame_spoilers[region] = self._frame
@@ -128,7 +126,7 @@ class Liar:
 
     def _lie_about(self, value: Any) -> Any:
         """The same dataclass with one field changed, somewhere inside it."""
-        fields_counted = () if self._breaks_majorities else COUNTED.get(type(value), ())
+        fields_counted = COUNTED.get(type(value), ())
         fields = [field.name for field in dataclasses.fields(value) if field.name not in fields_counted]
         if not fields:
             return value

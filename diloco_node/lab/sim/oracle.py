@@ -139,10 +139,6 @@ class Oracle:
             ] = body.version
         self._check_payload(body)
 
-    def initial_digests(self, theta: Sequence[F32]) -> tuple[bytes, ...]:
-        """Per fragment the digest of a proposed Theta_0 with zero momentum."""
-        return tuple(tensors.state_digest(values, np.zeros_like(values)) for values in theta)
-
     def digest_of(self, fragment: int, version: int) -> bytes | None:
         """Return what the history makes of this version."""
         return self._digests.get((fragment, version))

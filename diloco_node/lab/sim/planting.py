@@ -51,10 +51,6 @@ def _leave(_: object) -> None:
     """Change nothing. A function of its own, as those below: a fault goes to other processes by pickle."""
 
 
-def _keep(setup: Setup) -> Setup:
-    return setup
-
-
 @dataclass(frozen=True, slots=True)
 class Fault:
     """A rule to break in every region of a run, to show that some checker notices.
@@ -62,18 +58,12 @@ class Fault:
     Attributes:
         name: for reports. breaks: the rule, in words.
         spoil: changes a core right after it was made. plant: changes a host before the run.
-        adapt: changes the run so that the fault can show. schedule: the one that shows it best; empty: the seed's.
-        liar: how one region lies, where that is needed to show it. joiners: regions that come, where others are needed.
     """
 
     name: str
     breaks: str
     spoil: Callable[[Any], None] = _leave
     plant: Callable[[Host], None] = _leave
-    adapt: Callable[[Setup], Setup] = _keep
-    schedule: str = ""
-    liar: str = ""
-    joiners: int = 0
 
     def make_core(self, region: str, setup: Setup, recovery: Recovered, seed: int, now_ns: int) -> Any:
         """Return the real core with the fault in it."""

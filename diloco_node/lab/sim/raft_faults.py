@@ -84,7 +84,7 @@ class RaftFaults:
         if self._trap is not None:
             return None
         self._trap, self._trap_until_ns = is_sprung, self._world.now_ns + TRAP_NS
-        return _nothing
+        return lambda: None  # it ends by itself
 
     def isolate_leader(self) -> Undo | None:
         """A leader that nobody hears and that hears nobody comes back later, with whatever it has appended."""
@@ -107,7 +107,7 @@ class RaftFaults:
         for name in names:
             self._world.after(at_ns, None, self._bounce, self._hosts[name])
             at_ns += self._world.draw_ns(100 * MS, 600 * MS)
-        return _nothing
+        return lambda: None  # it ends by itself
 
     def _bounce(self, host: Host) -> None:
         if host.core is not None and not self.is_over:
@@ -128,7 +128,3 @@ class RaftFaults:
         pairs = [(source, target) for source in names for target in peers]
         pairs += [(target, source) for source, target in pairs]
         return self._network.cut_all(pairs) if pairs else None
-
-
-def _nothing() -> None:
-    """The fault has ended by itself."""

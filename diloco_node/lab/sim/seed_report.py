@@ -16,7 +16,7 @@ class SimReport:
     """Outcome of a seed.
 
     Attributes:
-        seed, regions, events_wanted, fault, effects: what was run, with so many founders; `fault` is the planted one,
+        seed, regions, options, fault, effects: what was run, with so many founders; `fault` is the planted one,
             or empty.
         events: facts given to cores in both phases; events_under_faults: in phase one.
         commits: committed rounds. faults: injected, by kind.
@@ -24,17 +24,17 @@ class SimReport:
         messages_dropped: frames and transfers that never arrived.
         violations: what was found wrong; empty for a good run.
         trace_digest: SHA-256 of the whole trace. trace_tail: its last lines.
-        schedule: which kinds of faults; is_schedule_drawn: the seed chose it.
-        joiners: regions that do not found the run; with some, members come and go. are_joiners_drawn: the seed chose.
+        schedule: which kinds of faults.
+        joiners: regions that do not found the run; with some, members come and go.
         limits: of the core, which the seed lowered.
-        liar: the region that lied, empty if none did. lie: how (`LIARS`); is_liar_drawn: the seed chose it.
+        liar: the region that lied, empty if none did. lie: how (`LIARS`).
         lies: how many it told, by what it changed. wrong_sums: committed stripes that it summed up wrongly.
         accusations: alarms of honest regions that name it and what it did.
     """
 
     seed: int
     regions: int
-    events_wanted: int
+    options: str
     fault: str
     effects: str
     events: int
@@ -48,16 +48,13 @@ class SimReport:
     trace_digest: str
     trace_tail: tuple[str, ...] = field(repr=False)
     schedule: str = "usual"
-    is_schedule_drawn: bool = True
     limits: tuple[str, ...] = ()
     liar: str = ""
     lie: str = ""
-    is_liar_drawn: bool = True
     lies: dict[str, int] = field(default_factory=dict)
     wrong_sums: int = 0
     accusations: int = 0
     joiners: int = 0
-    are_joiners_drawn: bool = True
 
     @property
     def is_good(self) -> bool:
@@ -67,12 +64,7 @@ class SimReport:
     @property
     def command(self) -> str:
         """Command that runs this again; without a planted fault, which only tests can give."""
-        more = f" --events {self.events_wanted}" if self.events_wanted != EVENTS else ""
-        more += "" if self.is_schedule_drawn else f" --schedule {self.schedule}"
-        more += f" --liar {self.lie!r}" if self.lie and not self.is_liar_drawn else ""
-        more += "" if self.are_joiners_drawn else f" --joiners {self.joiners}"
-        more += f" --effects {self.effects}" if self.effects != FAST else ""
-        return f"diloco-node simulate run --seed {self.seed} --regions {self.regions}{more}"
+        return f"diloco-node simulate run --seed {self.seed} --regions {self.regions}{self.options}"
 
 
 def format_report(report: SimReport, *, tail_lines: int = 40) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
@@ -93,6 +93,20 @@ def draw_setup(rng: random.Random, regions: int, joiners: int = 0) -> Setup:
         fsync_ns_max=8 * MS,
         joiners=NAMES[count : count + joiners],
     )
+
+
+def hurry(setup: Setup, rng: random.Random) -> Setup:
+    """The same run with shorter deadlines, more sums in its ledger, and learners that are later or not."""
+    settings = setup.settings
+    if rng.random() < 0.5:  # many ballots are given up after they were reduced
+        settings = replace(settings, ballot_deadline_min_ns=settings.heartbeat_ns, codec_down=Codec.BF16)
+        settings = replace(settings, error_feedback=True)
+    settings = replace(
+        settings,
+        checkpoint_versions=rng.choice((1, 1, 3)),
+        summary_entries=rng.choice((4, 12, 40)),
+    )
+    return replace(setup, settings=settings, apply_lag_max=rng.choice((0, 4, 3 * settings.sync_every)))
 
 
 def draw_links(rng: random.Random, setup: Setup) -> dict[tuple[str, str], FakeLink]:

@@ -28,7 +28,7 @@ from diloco_node.lab.sim.cheats import Cheating
 from diloco_node.lab.sim.checkers import Checkers
 from diloco_node.lab.sim.daemon_host import DaemonHost
 from diloco_node.lab.sim.fake_learner import update_pool
-from diloco_node.lab.sim.fault_storm import ODDS, SCHEDULES, Chaos
+from diloco_node.lab.sim.fault_storm import ODDS, SCHEDULES, SWARM, Chaos
 from diloco_node.lab.sim.host import CoreFactory, Host
 from diloco_node.lab.sim.liar import TOLERATED, Liar
 from diloco_node.lab.sim.limits import lowered_limits
@@ -36,7 +36,7 @@ from diloco_node.lab.sim.member_changes import MemberChanges
 from diloco_node.lab.sim.planting import Fault, make_core
 from diloco_node.lab.sim.seed_report import EVENTS, FAST, SimReport
 from diloco_node.lab.sim.setting_orders import SettingOrders
-from diloco_node.lab.sim.setup import HEAL_DEADLINE_NS, Setup, draw_links, draw_setup
+from diloco_node.lab.sim.setup import HEAL_DEADLINE_NS, Setup, draw_links, draw_setup, hurry
 from diloco_node.lab.sim.site_faults import SITES, add_witness
 from diloco_node.lab.sim.world import SECOND, FakeNetwork, World
 from diloco_node.numeric import F32
@@ -64,6 +64,9 @@ JOINERS_CHANCE = 0.25
 SITES_CHANCE = 0.1
 """Part of the seeds that are of two regions and a witness."""
 
+SWARMS_CHANCE = 0.4
+"""Part of the others that draw their own kinds of faults."""
+
 COMMITS_AFTER_HEALING = 2
 """New versions of every fragment that phase two waits for."""
 
@@ -88,12 +91,13 @@ class Simulation:
         fault: Fault | None = None,
         host_type: type[Host] = Host,
         has_witness: bool = False,
+        is_hurried: bool = False,
     ) -> None:
         self.world = World(seed)
         rng = self.world.rng
         self.setup = draw_setup(rng, regions, joiners)
-        if fault is not None:
-            self.setup = fault.adapt(self.setup)
+        if is_hurried:
+            self.setup = hurry(self.setup, rng)
         self.network = FakeNetwork(self.world, draw_links(rng, self.setup))
         self.checkers = Checkers(self.world, self.setup)
         pool = update_pool(self.world, self.setup.layouts)
@@ -177,7 +181,7 @@ class Simulation:
             place = traceback.extract_tb(error.__traceback__)[-1]
             self.checkers.violate(f"crash: {type(error).__name__}: {error} in {place.name}, {place.filename}")
 
-    def begin_lies(self, kind: str = WORDS, *, breaks_majorities: bool = False) -> Liar | Cheating:
+    def begin_lies(self, kind: str = WORDS) -> Liar | Cheating:
         """Draw a region that lies from now on; the checks are about the others."""
         rng = self.world.rng
         region = rng.choice(self.setup.founders)
@@ -191,8 +195,7 @@ class Simulation:
             return Cheating(self.hosts[region], cheat)
         checkers.oracle.forgers = liars
         checkers.tolerated.update(TOLERATED)
-        rate = rng.choice(LIE_RATES)
-        return Liar(self.world, self.network, self.hosts, region, rate=rate, breaks_majorities=breaks_majorities)
+        return Liar(self.world, self.network, self.hosts, region, rate=rng.choice(LIE_RATES))
 
     def has_everybody(self, after: tuple[int, ...]) -> bool:
         """Each fragment has a round with every honest learner in it, after these versions."""
@@ -264,18 +267,19 @@ def simulate(
     Raises ConfigError: there is no such schedule, are no such effects, or they don't go together.
     """
     _check_names(schedule, liar, effects)
-    is_liar_drawn = liar is None
-    is_schedule_drawn, are_joiners_drawn = not schedule, joiners is None
+    options = f" --events {events}" * (events != EVENTS) + f" --schedule {schedule}" * bool(schedule)
+    options += f" --liar {liar!r}" * bool(liar) + ("" if joiners is None else f" --joiners {joiners}")
+    options += f" --effects {effects}" * (effects != FAST)
     can_be_sites = effects == FAST and not liar and not joiners and regions in (0, 2)
-    if is_schedule_drawn:
-        schedule = fault.schedule if fault is not None else _draw_sites(seed) * can_be_sites
+    if not schedule:
+        schedule = _draw_schedule(seed, can_be_sites=can_be_sites)
     if has_witness := schedule == SITES:
         if not can_be_sites:
             raise ConfigError(f"{SITES!r} is a schedule of two regions, with effects {FAST!r}: nobody lies or joins")
         regions, liar, joiners = 2, "", 0
-    lies = _draw_lies(seed, regions, fault, effects) if liar is None else liar
+    lies = _draw_lies(seed, regions, effects) if liar is None else liar
     if joiners is None:
-        joiners = _draw_joiners(seed, regions, fault, effects) if not lies else 0
+        joiners = _draw_joiners(seed, regions, effects) if not lies else 0
     with _uncollected(), lowered_limits(seed) as limits:
         simulation = Simulation(
             seed,
@@ -284,6 +288,7 @@ def simulate(
             fault=fault,
             host_type=HOSTS[effects],
             has_witness=has_witness,
+            is_hurried=schedule == SWARM,
         )
         world, checkers = simulation.world, simulation.checkers
         simulation.start()
@@ -335,8 +340,7 @@ def simulate(
             seed=seed,
             regions=len(simulation.setup.founders),
             joiners=joiners,
-            are_joiners_drawn=are_joiners_drawn,
-            events_wanted=events,
+            options=options,
             fault=fault.name if fault is not None else "",
             effects=effects,
             events=world.events,
@@ -350,14 +354,12 @@ def simulate(
             trace_digest=world.trace_digest(),
             trace_tail=tuple(world.trace_tail()),
             schedule=chaos.schedule,
-            is_schedule_drawn=is_schedule_drawn,
             liar=culprit.region if culprit is not None else "",
             lies=dict(sorted(culprit.lies.items())) if culprit is not None else {},
             wrong_sums=len(checkers.oracle.wrong_sums),
             accusations=checkers.accusations,
             limits=limits,
             lie=lies,
-            is_liar_drawn=is_liar_drawn,
         )
 
 
@@ -372,9 +374,7 @@ def _check_names(schedule: str, liar: str | None, effects: str) -> None:
         raise ConfigError(f"nobody lies about {liar!r}; there are {', '.join(LIARS)}")
 
 
-def _draw_lies(seed: int, regions: int, fault: Fault | None, effects: str) -> str:
-    if fault is not None:
-        return fault.liar
+def _draw_lies(seed: int, regions: int, effects: str) -> str:
     if effects != FAST or regions in (1, 2):
         return ""  # of two regions nobody knows who lies
     # A draw of its own, so that the other seeds' runs do not depend on it.
@@ -382,15 +382,16 @@ def _draw_lies(seed: int, regions: int, fault: Fault | None, effects: str) -> st
     return rng.choice(LIARS) if rng.random() < LIARS_CHANCE else ""
 
 
-def _draw_joiners(seed: int, regions: int, fault: Fault | None, effects: str) -> int:
-    if fault is not None:
-        return fault.joiners
+def _draw_joiners(seed: int, regions: int, effects: str) -> int:
     rng = random.Random(f"joiners of {seed}")  # as for liars
     return rng.choice((1, 2)) if effects == FAST and regions <= 5 and rng.random() < JOINERS_CHANCE else 0
 
 
-def _draw_sites(seed: int) -> str:
-    return SITES * (random.Random(f"sites of {seed}").random() < SITES_CHANCE)  # as for liars
+def _draw_schedule(seed: int, *, can_be_sites: bool) -> str:
+    """One of these two, as for liars; empty: one of the others, from the world's chance."""
+    if can_be_sites and random.Random(f"sites of {seed}").random() < SITES_CHANCE:
+        return SITES
+    return SWARM * (random.Random(f"swarm of {seed}").random() < SWARMS_CHANCE)
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ class Troubles:
             return None
         keys: list[RottenKey] = [*payloads, *states]
         disk.damaged.add(self._world.rng.choice(keys))
-        return _nothing
+        return lambda: None
 
     def lose_disk(self) -> Undo | None:
         """Lose a folder, if all the others hold what is committed, and every region's present folder is named."""
@@ -125,7 +125,3 @@ def _is_safe(disks: list[FolderDisk], key: RottenKey) -> bool:
     """The others can stand in for it: nothing of this fragment is damaged there, and they have a state of it."""
     fragment = key[0]
     return all(fragment in disk.states and not any(key[0] == fragment for key in disk.damaged) for disk in disks)
-
-
-def _nothing() -> None:
-    pass

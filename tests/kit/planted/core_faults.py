@@ -10,30 +10,29 @@ from typing import Any
 from diloco_node.core.events import ContributionStripeArrived
 from diloco_node.core.messages import BallotOpened, PayloadDurable, StripesReceived
 from diloco_node.core.rounds.followed import name_of
-from diloco_node.core.types import Codec
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.planting import Fault
-from diloco_node.lab.sim.setup import Setup
 from diloco_node.wire.envelope import decode_control, encode_control
 from tests.kit.planted.learner_faults import spoil_learners
 from tests.kit.planted.member_faults import MEMBER_FAULTS
 from tests.kit.planted.recovery_faults import RECOVERY_FAULTS
 from tests.kit.planted.row_faults import ROW_FAULTS
 
-MIN_DEADLINE_NS = 100_000_000
-
 
 def _answer_before_fsync(host: Host) -> None:
     host.fsync_is_late = True
 
 
+<<<<<<< HEAD
+=======
+def _keep_any_residual(host: Host) -> None:
+    host.is_residual_loose = True
+
+
+>>>>>>> seeds26
 def _sum_as_they_come(host: Host) -> None:
     host.is_order_loose = True
-
-
-def _with_every_bit(setup: Setup) -> Setup:
-    return replace(setup, settings=replace(setup.settings, codec_down=Codec.FP32))
 
 
 def _persist_without_payload(core: Any) -> None:
@@ -83,11 +82,6 @@ def _ignore_settings(core: Any) -> None:
 
 def _merge_beside_an_order(core: Any) -> None:
     view.rounds(core).hold_merges = lambda *, now_ns: True  # type: ignore[method-assign]
-
-
-def _with_late_learners(setup: Setup) -> Setup:
-    """Learners take a version so late that the next round of the fragment may be open by then."""
-    return replace(setup, apply_lag_max=3 * setup.settings.sync_every)
 
 
 def _add_in_order_of_arrival(core: Any) -> None:
@@ -271,13 +265,19 @@ CORE_FAULTS: dict[str, Fault] = {
             "stale-base",
             "a contribution's base is at least the last version that includes its learner",
             spoil=_contribute_too_early,
-            adapt=_with_late_learners,
         ),
         Fault(
+<<<<<<< HEAD
+=======
+            "kept-residual",
+            "the residual of an abandoned ballot is dropped",
+            plant=_keep_any_residual,
+        ),
+        Fault(
+>>>>>>> seeds26
             "arrival-order",
             "contributions are summed in the order of learner names",
             spoil=_add_in_order_of_arrival,
-            adapt=_with_every_bit,
         ),
         Fault(
             "old-term",
@@ -293,13 +293,11 @@ CORE_FAULTS: dict[str, Fault] = {
             "longest-log",
             "a vote goes to nobody whose last entry is of an older term",
             spoil=_elect_any_length,
-            schedule="elections",
         ),
         Fault(
             "unmatched-commit",
             "a follower commits only what matches its leader's log",
             spoil=_commit_unmatched,
-            schedule="elections",
         ),
         Fault(
             "dead-incarnation",

@@ -1,6 +1,5 @@
-"""Faults to plant into changes of the members; see `core_faults`. Each needs regions that come and go."""
+"""Faults to plant into changes of the members; see `core_faults`."""
 
-from dataclasses import replace
 from typing import Any
 
 from diloco_node.core.ledger.disks import DiskView
@@ -98,34 +97,30 @@ def _acknowledge_as_joiner(core: Any) -> None:
         log._has_base = lambda: True
 
 
-MEMBER_FAULTS = tuple(
-    replace(fault, joiners=2)
-    for fault in (
-        Fault(
-            "eager-vote",
-            "a member's vote counts once an entry has given it",
-            spoil=count_contributors,
-        ),
-        Fault(
-            "open-changes",
-            "one change of the members is open at a time",
-            spoil=_forget_open_change,
-        ),
-        Fault(
-            "old-majority",
-            "a majority is one of the list that the log names, which has grown",
-            spoil=_count_by_the_old_list,
-            schedule="elections",
-        ),
-        Fault(
-            "removed-leader",
-            "who was removed leads no longer",
-            spoil=_lead_after_removal,
-        ),
-        Fault(
-            "joiner-boasts",
-            "a joiner acknowledges what its disk holds",
-            spoil=_acknowledge_as_joiner,
-        ),
-    )
+MEMBER_FAULTS = (
+    Fault(
+        "eager-vote",
+        "a member's vote counts once an entry has given it",
+        spoil=count_contributors,
+    ),
+    Fault(
+        "open-changes",
+        "one change of the members is open at a time",
+        spoil=_forget_open_change,
+    ),
+    Fault(
+        "old-majority",
+        "a majority is one of the list that the log names, which has grown",
+        spoil=_count_by_the_old_list,
+    ),
+    Fault(
+        "removed-leader",
+        "who was removed leads no longer",
+        spoil=_lead_after_removal,
+    ),
+    Fault(
+        "joiner-boasts",
+        "a joiner acknowledges what its disk holds",
+        spoil=_acknowledge_as_joiner,
+    ),
 )

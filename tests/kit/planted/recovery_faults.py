@@ -103,10 +103,8 @@ def _believe_half(core: Any) -> None:
 
 
 RECOVERY_FAULTS = (
-    Fault("half-blames", "half of the witnesses prove nothing", spoil=_believe_half, liar="receipts"),
-    Fault(
-        "half-snapshot", "a snapshot needs a majority that holds its bytes", spoil=_agree_with_half, schedule="usual"
-    ),
+    Fault("half-blames", "half of the witnesses prove nothing", spoil=_believe_half),
+    Fault("half-snapshot", "a snapshot needs a majority that holds its bytes", spoil=_agree_with_half),
     Fault("base-first", "a base is acknowledged when its states are on the own disk", spoil=_trust_any_base),
     Fault(
         "any-answer", "the disk's answer counts for the write that it names and those before", spoil=_count_any_answer

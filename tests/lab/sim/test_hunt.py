@@ -15,6 +15,7 @@ from diloco_node.lab.sim.simulation import simulate
 from tests.kit.cluster_kit import is_running
 from tests.kit.commands import COMMAND
 from tests.kit.planted import CORE_FAULTS
+from tests.kit.planted import __main__ as planted_table
 
 SHORT = {"regions": 3, "events": 300}
 
@@ -82,3 +83,15 @@ def test_a_hunt_that_is_told_to_end_leaves_no_process_and_says_how_far_it_came()
     while any(is_running(job) for job in jobs):
         assert time.monotonic() < until_s, "its processes outlive it"
         time.sleep(0.05)
+
+
+def test_the_table_of_planted_faults_says_which_seed_finds_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["planted", "step-less", "two-owners", "--seeds", "0..9", "--first"])
+    planted_table.main()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["fault"] for row in rows] == ["step-less", "two-owners"]
+    for row in rows:
+        assert (row["found"], row["first"]) == (1, row["seeds"] - 1)
+        assert row["words"]

@@ -36,7 +36,7 @@ class Bench:
         self.layout = self.setup.layouts[0]
         generator = np.random.default_rng(SEED)
         self.theta = [generator.standard_normal(one.values).astype(np.float32) for one in self.setup.layouts]
-        digests = self.oracle.initial_digests(self.theta)
+        digests = tuple(tensors.state_digest(values, np.zeros_like(values)) for values in self.theta)
         self.oracle.genesis(GenesisBody("run", "m", "s", LEARNERS, digests), [self.theta])
         self.generator = generator
         self.offered: dict[Contribution, bytes] = {}
