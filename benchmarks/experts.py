@@ -89,9 +89,9 @@ class Mixture(nn.Module):
         scores = torch.sigmoid(self.router[layer](stream))
         choice = torch.topk(scores + self.expert_bias[layer], TOP).indices
         gates = scores * torch.zeros_like(scores).scatter_(-1, choice, 1.0)
-        self.loads[layer] = choice.flatten().bincount(minlength=EXPERTS) / choice.numel()
+        load = choice.flatten().bincount(minlength=EXPERTS) / choice.numel()
         shares = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
-        self.aux = self.aux + EXPERTS * (self.loads[layer] * shares).sum()
+        self.loads[layer], self.aux = load, self.aux + EXPERTS * (load * shares).sum()
         gates = (gates / gates.sum(-1, keepdim=True)).repeat_interleave(HIDDEN, -1)
         return self.down[layer](functional.gelu(self.up[layer](stream)) * gates)
 
