@@ -151,7 +151,7 @@ def train(arm: ExpertArm, *, steps: int, seed: int, corpora: Sequence[Corpus]) -
             points.append({"step": step, "before": before, "after": after, "merged": merged})
     if rounds is None:
         points.append({"step": steps, "merged": [model.figures(mixed) for model in models]})
-    return {"points": points, "seconds": time.perf_counter() - started}
+    return {"arm": arm.name, "seed": seed, "points": points, "seconds": round(time.perf_counter() - started, 1)}
 
 
 def _step(model: Mixture, optimizer: torch.optim.Optimizer, batch: Any, balance: str, rate: float) -> None:
