@@ -89,9 +89,9 @@ class Mixture(nn.Module):
         scores = torch.sigmoid(self.router[layer](stream))
         choice = torch.topk(scores + self.expert_bias[layer], TOP).indices
         gates = scores * torch.zeros_like(scores).scatter_(-1, choice, 1.0)
-        self.loads[layer] = choice.flatten().bincount(minlength=EXPERTS) / choice.numel()
+        load = choice.flatten().bincount(minlength=EXPERTS) / choice.numel()
         shares = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
-        self.aux = self.aux + EXPERTS * (self.loads[layer] * shares).sum()
+        self.loads[layer], self.aux = load, self.aux + EXPERTS * (load * shares).sum()
         gates = (gates / gates.sum(-1, keepdim=True)).repeat_interleave(HIDDEN, -1)
         return self.down[layer](functional.gelu(self.up[layer](stream)) * gates)
 
@@ -151,7 +151,7 @@ def train(arm: ExpertArm, *, steps: int, seed: int, corpora: Sequence[Corpus]) -
             points.append({"step": step, "before": before, "after": after, "merged": merged})
     if rounds is None:
         points.append({"step": steps, "merged": [model.figures(mixed) for model in models]})
-    return {"points": points, "seconds": time.perf_counter() - started}
+    return {"arm": arm.name, "seed": seed, "points": points, "seconds": round(time.perf_counter() - started, 1)}
 
 
 def _step(model: Mixture, optimizer: torch.optim.Optimizer, batch: Any, balance: str, rate: float) -> None:

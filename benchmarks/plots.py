@@ -233,18 +233,19 @@ def law_percent(law: Sequence[tuple[float, float]], parameters: float) -> float:
     return high + (low - high) * math.log(parameters / small) / math.log(large / small)
 
 
-def merged(settings: Sequence[Setting]) -> list[Setting]:
-    """Those of `ours`, each size at its longest schedule."""
+def plain(settings: Sequence[Setting]) -> list[Setting]:
+    """Those in which nothing but codec, H, size and M differs from the defaults; each size at its longest schedule."""
     longest: dict[str, int] = {}
     for setting in settings:
         size = setting.facts["size"]
         longest[size] = max(longest.get(size, 0), setting.facts["steps"])
     ours = [setting for setting in settings if setting.facts["arm"] == "ours" and setting.gaps]
-    return [setting for setting in ours if setting.facts["steps"] == longest[setting.facts["size"]]]
+    return [
+        setting for setting in ours if _is_plain(setting) and setting.facts["steps"] == longest[setting.facts["size"]]
+    ]
 
 
-def is_plain(setting: Setting) -> bool:
-    """Whether nothing but codec, H, size and M differs from the defaults."""
+def _is_plain(setting: Setting) -> bool:
     facts = setting.facts
     return facts["merge"] == "rda" and facts["outer"] in ("0.5 / 0.6", "0.7 / 0.3") and "," not in facts["codec"]
 
@@ -259,15 +260,14 @@ def quality_table(settings: Sequence[Setting], law: Sequence[tuple[float, float]
         "| parameters, M | tokens each | codec up, H | bits | seeds | loss | above data-parallel | half of the law |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for setting in merged(settings):
-        if is_plain(setting):
-            facts, half = setting.facts, law_percent(law, setting.facts["parameters"]) / 2
-            mark = "**" if setting.gap > half else ""
-            lines.append(
-                f"| {_million(setting)}, {facts['learners']} | {facts['tokens'] / facts['parameters']:.2g} "
-                f"| {facts['codec']}, {facts['every']} | {setting.bits:.2f} | {len(setting.losses)} "
-                f"| {fmean(setting.losses.values()):.4f} | {mark}{setting.gap_words}{mark} | {half:.1f} % |"
-            )
+    for setting in plain(settings):
+        facts, half = setting.facts, law_percent(law, setting.facts["parameters"]) / 2
+        mark = "**" if setting.gap > half else ""
+        lines.append(
+            f"| {_million(setting)}, {facts['learners']} | {facts['tokens'] / facts['parameters']:.2g} "
+            f"| {facts['codec']}, {facts['every']} | {setting.bits:.2f} | {len(setting.losses)} "
+            f"| {fmean(setting.losses.values()):.4f} | {mark}{setting.gap_words}{mark} | {half:.1f} % |"
+        )
     return "\n".join(lines)
 
 
@@ -286,8 +286,7 @@ def bits_plot(settings: Sequence[Setting]) -> str:
             setting.error,
             f"H {setting.facts['every']}",
         )
-        for setting in merged(settings)
-        if is_plain(setting)
+        for setting in plain(settings)
     ]
     return scatter(
         "Loss above data-parallel's by bits that a learner sends, four learners",
@@ -300,13 +299,14 @@ def bits_plot(settings: Sequence[Setting]) -> str:
 def tables(folder: Path) -> dict[str, dict[str, str]]:
     """Tables by page, and by the name of the place on it."""
     settings = read(folder / "quality.jsonl")
+    others = [setting for setting in settings if setting.gaps and setting not in plain(settings)]
     law = json.loads((folder / "figures.json").read_text())["loss"]["law"]
     return {
         "evidence.md": {
             "rounds": rounds_table(rows_of(folder)),
             "quality": quality_table(settings, law),
         },
-        "notebook/results-quality.md": {"runs": table([line for line in merged(settings) if not is_plain(line)])},
+        "notebook/results-quality.md": {"runs": table(others)},
     }
 
 
@@ -323,8 +323,8 @@ def plots(folder: Path) -> dict[str, str]:
             f"ours, M = {setting.facts['learners']}, H = {setting.facts['every']}",
             setting.error,
         )
-        for setting in merged(settings)
-        if is_plain(setting) and setting.facts["codec"] == "int4"
+        for setting in plain(settings)
+        if setting.facts["codec"] == "int4"
     ]
     codecs = [(row["codecs"], row["megabytes"], f"{row['megabytes']:g} MB") for row in figures["codecs"]["rows"]]
     return {

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,7 +38,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from quality_codecs import Sparse, SparseRounds
-from quality_lines import settings_of, table
+from quality_lines import Lines, settings_of, table
 from quality_merge import Attendance, Rounds
 from quality_stack import Batches, Inner, Stack
 
@@ -235,7 +236,7 @@ def train(job: Job, corpus: Corpus, *, compiled: bool = False) -> dict[str, Any]
         rounds.finish(job.steps)
     final = rounds.global_parameters() if rounds else stack.theta[0]
     loss = stack.loss(final, corpus.held_out_windows(HELD_OUT_WINDOWS, CONTEXT))
-    result = {"key": job.key(), "arm": arm.name, "loss": loss, "seconds": round(time.perf_counter() - started, 1)}
+    result = {"arm": arm.name, "loss": loss, "seconds": round(time.perf_counter() - started, 1)}
     return result | facts(job, rounds, stack.theta.shape[1])
 
 
@@ -288,32 +289,6 @@ def _rounds(job: Job, stack: Stack) -> Rounds:
     if arm.sparse:
         return SparseRounds(settings, stack.shapes, stack.theta, sparse=arm.sparse, **disturbances)
     return Rounds(settings, stack.shapes, stack.theta, **disturbances)
-
-
-class Cache:
-    """Finished runs in a JSON-lines file; a line is written when its run ends. asked: the records asked for, by key."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._known: dict[str, dict[str, Any]] = {}
-        self.asked: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            records = map(json.loads, path.read_text().splitlines())
-            self._known = {record["key"]: record for record in records}
-
-    def loss(self, job: Job, run: Callable[[Job], dict[str, Any]]) -> float:
-        """The loss of a job, from the file or from running it."""
-        key = job.key()
-        if key not in self._known:
-            record = run(job)
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-            self._known[key] = record
-            shown = {name: value for name, value in record.items() if name not in ("key", "date")}
-            print(", ".join(f"{name} {value}" for name, value in shown.items()), file=sys.stderr, flush=True)
-        self.asked[key] = self._known[key]
-        return float(self._known[key]["loss"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,13 +420,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is asked for and print it."""
     options = parsed(arguments)
     torch.set_num_threads(1)
-    corpus, cache = load_corpus(), Cache(options.cache)
+    corpus, lines, asked = load_corpus(), Lines(options.cache), dict[str, dict[str, Any]]()
     arms = arms_for(options.steps, options.every)
     every = [varied(arm, options.codec, options.merge, options.outer) for arm in arms]
     wanted = [arm for arm in every if not options.arms or arm.name in options.arms.split(",")]
 
     def loss_of(job: Job) -> float:
-        return cache.loss(job, lambda job: train(job, corpus, compiled=options.compile))
+        record = lines.record(job.key(), partial(train, job, corpus, compiled=options.compile))
+        return float(asked.setdefault(job.key(), record)["loss"])
 
     rates = tuple(float(rate) for rate in options.rates.split(",")) if options.rates else RATES
     seeds = tuple(range(1, options.seeds + 1))
@@ -463,7 +439,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measured = [{**asdict(one), "mean": one.mean} for one in summaries]
         print(json.dumps({"steps": options.steps, "seeds": plan.seeds, "arms": measured, "checks": checks}))
         return 0
-    print(table(settings_of(cache.asked.values())))
+    print(table(settings_of(asked.values())))
     for name, one in checks.items():
         print(f"{'yes' if one['holds'] else 'NO '}  {name}: {one['percent']:+.2f} % (at most {one['percent_max']:g} %)")
     return 0

@@ -1,4 +1,4 @@
-"""Tables of the runs that `quality.py` keeps, one a line: each setting with its seeds beside data-parallel.
+"""Finished runs, kept one a line, and tables of those of `quality.py`: each setting beside data-parallel.
 
     python benchmarks/quality_lines.py [runs/quality.jsonl]
 
@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +20,32 @@ from typing import Any, Final
 REFERENCE: Final = "data_parallel"
 SAME_RUN: Final = ("size", "learners", "steps")
 SETTING: Final = ("arm", *SAME_RUN, "every", "codec", "merge", "outer")
+
+
+class Lines:
+    """Finished runs in a file of JSON lines, so that a benchmark goes on where it was stopped."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known = {record["key"]: record for record in records_in(path)}
+
+    def record(self, key: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What is known of a run, from the file or from running it. key: names everything that it depends on."""
+        if key not in self._known:
+            self._known[key] = record = {"key": key, **run()}
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            is_cut = self._path.exists() and not self._path.read_bytes().endswith(b"\n")
+            with self._path.open("a") as file:
+                file.write("\n" * is_cut + json.dumps(record) + "\n")
+            shown = [f"{name} {value}" for name, value in record.items() if isinstance(value, (str, int, float))]
+            print(*shown[1:], sep=", ", file=sys.stderr, flush=True)
+        return self._known[key]
+
+
+def records_in(path: Path) -> list[dict[str, Any]]:
+    """All of a file, none if there is no such file; a run cut off in the middle of its line is left out."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +127,8 @@ def _mean(runs: dict[int, dict[str, Any]]) -> float:
 
 
 def read(path: Path) -> list[Setting]:
-    """The settings of a file, of its newest revision; a run cut off in the middle of its line is left out."""
-    records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    """The settings of a file, of its newest revision."""
+    records = records_in(path)
     revisions = [json.loads(record["key"])[0] for record in records]
     newest = max(revisions, default=0)
     return settings_of(record for record, revision in zip(records, revisions, strict=True) if revision == newest)

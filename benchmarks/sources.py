@@ -34,6 +34,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from quality_lines import Lines
 from quality_merge import Rounds, _Open
 from quality_stack import Inner, Stack
 from region_sampler import RegionSampler
@@ -264,7 +265,7 @@ def train(arm: Arm, *, steps: int, seed: int, corpora: Sequence[Corpus]) -> dict
         record["rounds"], record["alarms"] = rounds.rounds, dict(rounds.alarms)
         record["lowest"] = rounds.lowest
         record["cosines"] = [[statistics.fmean(seen), float(np.mean(np.array(seen) < 0.0))] for seen in rounds.seen]
-    return {**record, "seconds": time.perf_counter() - started}
+    return {"arm": arm.name, "seed": seed, **record, "seconds": round(time.perf_counter() - started, 1)}
 
 
 def _like(stack: Stack, m: int, seed: int) -> Stack:
@@ -277,26 +278,10 @@ def _losses(stack: Stack, corpora: Sequence[Corpus], row: F32, windows: int) -> 
     return [stack.loss(row, corpus.held_out_windows(windows, CONTEXT)) for corpus in corpora]
 
 
-class Records:
-    """Results of finished runs in a JSON-lines file, so that a benchmark goes on where it was stopped."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._known: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            self._known = {record["key"]: record for record in map(json.loads, path.read_text().splitlines())}
-
-    def result(self, arm: Any, steps: int, seed: int, data: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The record of a run, from the file or from running it. data: the digest of its texts."""
-        settings = {name: value for name, value in asdict(arm).items() if name != "name" and (name, value) != NORMAL}
-        key = json.dumps([REVISION, settings, steps, seed, data], sort_keys=True)
-        if key not in self._known:
-            self._known[key] = {"key": key, "arm": arm.name, "steps": steps, "seed": seed, **run()}
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(json.dumps(self._known[key]) + "\n")
-            print(f"{arm.name} seed {seed}: {self._known[key]['seconds']:.0f} s", file=sys.stderr, flush=True)
-        return self._known[key]
+def key_of(arm: Any, steps: int, seed: int, data: str) -> str:
+    """Names everything that a run depends on. data: the digest of its texts."""
+    settings = {name: value for name, value in asdict(arm).items() if name != "name" and (name, value) != NORMAL}
+    return json.dumps([REVISION, settings, steps, seed, data], sort_keys=True)
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -357,12 +342,12 @@ def command(
     if unknown := sorted(set(names) - set(by_name)):
         parser.error(f"unknown arms {', '.join(unknown)}: use {', '.join(by_name)}")
     torch.set_num_threads(1)
-    corpora, records, results = load_sources(options.folder), Records(options.folder / "results.jsonl"), []
+    corpora, lines, results = load_sources(options.folder), Lines(options.folder / "results.jsonl"), []
     data = " ".join(digest(corpus)[:12] for corpus in corpora)
     for seed in range(1, options.seeds + 1):
         for name in names:
             run = partial(train, by_name[name], steps=options.steps, seed=seed, corpora=corpora)
-            results.append(records.result(by_name[name], options.steps, seed, data, run))
+            results.append(lines.record(key_of(by_name[name], options.steps, seed, data), run))
     print(json.dumps(results) if options.json else table(results))
     return 0
 

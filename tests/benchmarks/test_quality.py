@@ -2,13 +2,14 @@
 
 import math
 from collections import Counter
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import quality
 import torch
+from quality_lines import Lines
 from quality_merge import Rounds
 from quality_stack import Inner, Stack
 from quality_storm import LEARNERS, StormRounds, storm
@@ -240,18 +241,18 @@ def test_of_one_rate_nothing_is_tuned():
 
 
 def test_a_finished_run_is_not_run_again(tmp_path: Path):
-    arm = quality.arms_for(1200)[2]
-    jobs = [quality.Job(arm, 6e-3, 1, 1200), quality.Job(arm, 6e-3, 2, 1200)]
-    ran: list[quality.Job] = []
+    keys = [quality.Job(quality.arms_for(1200)[2], 6e-3, seed, 1200).key() for seed in (1, 2, 3)]
+    path, run = tmp_path / "runs" / "c.jsonl", count()
 
-    def run(job: quality.Job) -> dict[str, object]:
-        ran.append(job)
-        return {"key": job.key(), "arm": "x", "loss": float(job.seed), "seconds": 0.0}
+    def losses(*keys: str) -> list[int]:
+        lines = Lines(path)
+        return [lines.record(key, lambda: {"loss": next(run)})["loss"] for key in keys]
 
-    assert quality.Cache(tmp_path / "c.jsonl").loss(jobs[0], run) == 1.0
-    again = quality.Cache(tmp_path / "c.jsonl")
-    assert [again.loss(job, run) for job in jobs] == [1.0, 2.0]
-    assert ran == jobs
+    assert losses(keys[0]) == [0]
+    assert losses(*keys[:2]) == [0, 1]
+    path.write_bytes(path.read_bytes()[:-9])
+    assert losses(*keys) == [0, 2, 3], "a line that was cut off is no run"
+    assert losses(*keys) == [0, 2, 3]
 
 
 def test_verdicts_name_what_does_not_hold():

@@ -8,7 +8,8 @@ import sources
 import torch
 from experts import EXPERTS, ExpertArm, Mixture
 from experts import train as train_experts
-from sources import ARMS, SOURCES, Arm, Records, WatchedRounds, Windows, plain, settings, table, train
+from quality_lines import Lines
+from sources import ARMS, SOURCES, Arm, WatchedRounds, Windows, key_of, plain, settings, table, train
 
 from diloco_node.core.types import MergeRule
 from diloco_node.learner.builtin.data import Corpus
@@ -68,7 +69,7 @@ def test_the_alarms_are_the_products() -> None:
 def test_a_run_on_languages_of_their_own_tells_them_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "HELD_OUT_WINDOWS", 64)
     monkeypatch.setattr(sources, "POINT_WINDOWS", 16)
-    records = Records(tmp_path / "r.jsonl")
+    lines = Lines(tmp_path / "r.jsonl")
     chosen = [arm for arm in ARMS if arm.name in ("own", "alone", "leaves")]
     ran = []
 
@@ -76,7 +77,7 @@ def test_a_run_on_languages_of_their_own_tells_them_apart(tmp_path: Path, monkey
         ran.append(arm.name)
         return train(arm, steps=64, seed=1, corpora=CORPORA)
 
-    results = [records.result(arm, 64, 1, "x", lambda arm=arm: run(arm)) for arm in chosen * 2]
+    results = [lines.record(key_of(arm, 64, 1, "x"), lambda arm=arm: run(arm)) for arm in chosen * 2]
     assert ran == ["own", "alone", "leaves"], "a finished run is not run again"
     own, alone, leaves = results[:3]
     assert (np.shape(own["losses"]), np.shape(alone["losses"])) == ((1, 4), (4, 4))
@@ -85,8 +86,13 @@ def test_a_run_on_languages_of_their_own_tells_them_apart(tmp_path: Path, monkey
     assert max(own["losses"][0]) < 5.0, "the merged model knows every language somewhat"
     assert leaves["left"][3] < leaves["losses"][0][3]
     assert own["points"][-1]["step"] == 64
-    assert Records(tmp_path / "r.jsonl").result(chosen[0], 64, 1, "x", dict) == own
     assert "| leaves, who left |" in table(results[:3])
+
+
+def test_the_auxiliary_loss_reaches_the_routers() -> None:
+    record = train_experts(ExpertArm("", "all", balance="aux"), steps=16, seed=1, corpora=CORPORA)
+    plain_record = train_experts(ExpertArm("", "all"), steps=16, seed=1, corpora=CORPORA)
+    assert record["points"][-1]["merged"][0] != plain_record["points"][-1]["merged"][0]
 
 
 def test_biases_push_the_load_of_the_experts_towards_even() -> None:

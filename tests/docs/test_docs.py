@@ -28,6 +28,7 @@ _ITEM: Final = re.compile(r"^\s*([-*+]|\d+\.)\s+")
 _ADMONITION: Final = re.compile(r"^\s*(!!!|\?\?\?)")
 _LINK: Final = re.compile(r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\([^)]*\)")
 _CODE: Final = re.compile(r"`+[^`]*`+")
+_SPAN: Final = re.compile(r"`+(?:[^`\n]|\n(?!\s*\n))*`+")
 _COMMENT: Final = re.compile(r"<!--.*?-->", re.DOTALL)
 _SENTENCE_END: Final = re.compile(r"(?<=[.!?])[\"')*\]]*\s+(?=[\"'(*\[]*[A-Z0-9])")
 _PLACEHOLDER: Final = "Code"
@@ -126,9 +127,10 @@ def test_all_pages_together_are_no_book() -> None:
 
 
 def commands(text: str) -> Iterator[tuple[int, list[str]]]:
-    """(line, words) of each `diloco-node ...` in fenced code and in code spans, without what ends the command."""
+    """(line, words) of each `diloco-node ...` or `benchmarks/...`, without what ends it; a code span may be broken."""
     prose, code = prose_and_code(text)
-    spans = [(number, span.strip("`")) for number, line in prose for span in _CODE.findall(line)]
+    whole = "\n".join(line for _, line in prose)
+    spans = [(prose[whole[: span.start()].count("\n")][0], span[0].strip("`")) for span in _SPAN.finditer(whole)]
     joined: list[tuple[int, str]] = []
     for number, line in code:
         if joined and joined[-1][1].endswith("\\"):
@@ -136,7 +138,7 @@ def commands(text: str) -> Iterator[tuple[int, list[str]]]:
         else:
             joined.append((number, line))
     for number, line in joined + spans:
-        found = re.search(r"(?:^|[\s$/])diloco-node\s+(?![:=])(\S.*)", line)
+        found = re.search(r"(?:^|[\s$/])(?:diloco-node\s+(?![:=])|(?=benchmarks/\w+\.py))(\S.*)", line, re.DOTALL)
         if found is None:
             continue
         words = shlex.split(found[1], comments=True, posix=True) if "'" not in found[1] else found[1].split()
@@ -152,6 +154,8 @@ def program() -> Any:
 
 def rejection_reason(words: list[str]) -> str:
     """What is wrong with a command, "" if it exists with all its flags. Nothing is run."""
+    if words and words[0].startswith("benchmarks/"):
+        return benchmark_rejection_reason(*words)
     command = program()
     path = ["diloco-node"]
     rest = list(words)
@@ -168,15 +172,32 @@ def rejection_reason(words: list[str]) -> str:
     return f"{' '.join(path)} has no flag {', '.join(unknown)}" if unknown else ""
 
 
+def benchmark_rejection_reason(name: str, *words: str) -> str:
+    """What is wrong with a command of a benchmark, "" if it and the benchmarks that it imports have all its flags."""
+    waiting, texts = [ROOT / name], {}
+    while waiting:
+        if (path := waiting.pop()).exists() and path not in texts:
+            texts[path] = path.read_text()
+            waiting += [
+                path.with_stem(stem) for stem in re.findall(r"^(?:from|import) (\w+)", texts[path], re.MULTILINE)
+            ]
+    flags = [word.strip("[]").split("=")[0] for word in words if word.strip("[").startswith("--")]
+    unknown = [flag for flag in flags if not any(f'"{flag}"' in text for text in texts.values())]
+    return f"{name} has no flag {', '.join(unknown)}" if texts and unknown else "" if texts else f"no {name}"
+
+
 def test_a_command_that_does_not_exist_is_found() -> None:
     text = (
-        "```\n$ sudo .venv/bin/diloco-node plan -n 5e9 --no-such \\\n  --mesh x  # why\n```\n`diloco-node fly --high`\n"
+        "```\n$ sudo .venv/bin/diloco-node plan -n 5e9 --no-such \\\n  --mesh x  # why\n```\n"
+        "`diloco-node fly\n--high`\n\n`python benchmarks/experts.py --seeds 2 [--no-such]`, `benchmarks/no_such.py`\n"
     )
     found = list(commands(text))
-    assert found == [(2, ["plan", "-n", "5e9", "--no-such", "--mesh", "x"]), (5, ["fly", "--high"])]
+    assert found[:2] == [(2, ["plan", "-n", "5e9", "--no-such", "--mesh", "x"]), (5, ["fly", "--high"])]
     assert [rejection_reason(words) for _, words in found] == [
         "diloco-node plan has no flag --no-such",
         "diloco-node has no command 'fly'",
+        "benchmarks/experts.py has no flag --no-such",
+        "no benchmarks/no_such.py",
     ]
 
 
