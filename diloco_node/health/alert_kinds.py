@@ -110,7 +110,7 @@ LEARNER_ENDED: Final = AlertKind(
     "A-LEARNER-ENDED",
     Mark.FAILED,
     "The training script ended although the run goes on.",
-    "Have the loop repeat its data until `should_stop` is true, then start it again.",
+    "Have the script call attach(), and repeat its data until `should_stop` is true. Then start it again.",
     "diloco-node learner start {region}",
 )
 LEARNER_CRASHES: Final = AlertKind(

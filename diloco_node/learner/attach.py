@@ -9,8 +9,8 @@
             if diloco.should_stop:
                 break
 
-Without DILOCO_SOCKET it warns once and does nothing. With several ranks (torchrun) each calls it; rank 0 talks to the
-daemon, and all take the same versions at the same boundary. Attach after the model was sharded (docs/sharding.md).
+Without DILOCO_SOCKET it warns once and does nothing. With several ranks (torchrun) each calls it, after the model was
+sharded (docs/sharding.md): rank 0 talks to the daemon, and all take the same versions at the same boundary.
 """
 
 from __future__ import annotations
@@ -280,9 +280,7 @@ class Diloco:
 
     def _check_open(self, call: str) -> None:
         if self._is_closed and self.is_attached:
-            raise LearnerError(
-                f"{call} after the end of the `with` block, after close(), or in a child: no learner is here"
-            )
+            raise LearnerError(f"{call} after the `with` block, after close(), or in a child: no learner is here")
 
     def _stop_if(self, is_wanted: bool, reason: str) -> None:
         if is_wanted and not self.should_stop:
@@ -342,8 +340,7 @@ class Diloco:
 
     def save_merged(self, module: nn.Module) -> None:
         """Have the module's `state_dict()` hold the merged parameters until this learner leaves: trainers save them."""
-        if not self._is_closed:
-            self._saves.merge(module)
+        self._saves.merge(module)
 
     def finish(self, reason: str) -> None:
         """Vote for the run's end. When most regions do, or when alone, `should_stop` is set. One rank is enough."""
@@ -376,8 +373,11 @@ class Diloco:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, GeneratorExit) and self._ranks.size > 1:
-            self._warn("the loop ended in a generator, so the last steps of several ranks are merged and kept nowhere")
-            return self._close(None)
+            self._warn("the loop ended in a generator: the last steps of several ranks are merged nowhere")
+            try:
+                return self.checkpoint()  # of this rank; it counts if all come here
+            finally:
+                self._close(None)
         if error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
             return self.close()
         if self._session is not None and self._wish.reason and not self._is_closed:
@@ -420,7 +420,7 @@ class Diloco:
             return
         self._has_left = True
         self._terminate.restore()
-        self._saves.close()
+        self._saves.leave()
         self._place.leave()
         if self._watch is not None:
             self._watch.close()

@@ -110,13 +110,14 @@ class SavedStates:
                 self._tell("checkpoints of the trainer hold this region's own weights; `export` writes the merged ones")
             return
         if not self._is_merging:
-            self.close()
+            self._handles.close()
         self._is_merging = True
         self._follow(module)
 
-    def close(self) -> None:
-        """Leave the modules as they were."""
+    def leave(self) -> None:
+        """Let go of the modules, as they were."""
         self._handles.close()
+        self._fragments = None
 
     def _follow(self, module: nn.Module) -> None:
         replicas = replicas_in(module)
