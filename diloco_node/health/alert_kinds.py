@@ -180,7 +180,7 @@ DISK_REFUSED: Final = AlertKind(
     "A-DISK-REFUSED",
     Mark.FAILED,
     "The disk of the state folder refuses what is written; it is tried again.",
-    "Make room, or remount it writable.",
+    "Do as the line says: make room, remount it writable, or give the folder to the daemon's user.",
     "df -h {state}",
 )
 DISK_LOW: Final = AlertKind(

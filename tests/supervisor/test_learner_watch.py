@@ -184,7 +184,7 @@ def test_who_wants_it_started_again_gives_it_the_first_limit() -> None:
 
 def test_one_that_ends_by_itself_is_done() -> None:
     watch = running()
-    assert not watch.ended(0, lived_s=5.0, now_s=5)
+    assert not watch.ended(0, lived_s=5.0, now_s=5, place=PlaceMark(7, step=3))
     assert watch.document() == {
         "state": "done",
         "reason": "",
