@@ -77,7 +77,8 @@ class SavedStates:
     """What `state_dict()` of the model, of a module around it, and of their copies gives until the learner leaves.
 
     The region's own weights, which is told once. After `merge` it is the merged ones on rank 0, also of modules below
-    wrappers and of a model of Hugging Face inside: scripts save these by themselves.
+    wrappers and of a model of Hugging Face inside: scripts save these by themselves. For a model in parts all ranks
+    would have to call it together, so there it is as ever.
 
     Attributes:
         is_over: the model holds the run's result.
@@ -86,7 +87,7 @@ class SavedStates:
     def __init__(self, tensors: ModelTensors, ranks: Ranks) -> None:
         self.is_over = False
         self._tensors, self._ranks = tensors, ranks
-        # None: alone.
+        # None: alone, or the learner has left.
         self._fragments: LearnerFragments | None = None
         self._session: LearnerSession | None = None
         self._is_merging = False
@@ -99,20 +100,12 @@ class SavedStates:
         self._follow(self._tensors.model)
 
     def merge(self, module: nn.Module) -> None:
-        """Have the states of this module hold the merged parameters.
-
-        Rank 0 has them. For a model in parts all ranks would have to call it together, so there it is as ever.
-        """
-        if self._fragments is None:
-            return
-        if not self._fragments.shards.is_first_whole:
-            if self._ranks.is_first:
-                self._tell("checkpoints of the trainer hold this region's own weights; `export` writes the merged ones")
-            return
-        if not self._is_merging:
-            self._handles.close()
-        self._is_merging = True
-        self._follow(module)
+        """Have the states of this module hold the merged parameters."""
+        if self._fragments is not None and self._fragments.shards.is_first_whole:
+            if not self._is_merging:
+                self._handles.close()
+            self._is_merging = True
+            self._follow(module)
 
     def leave(self) -> None:
         """Let go of the modules, as they were."""
@@ -126,72 +119,66 @@ class SavedStates:
                 hook = StateHook(self, path and f"{path}.", replicas)
                 self._handles.callback(member.register_state_dict_post_hook(hook).remove)
 
-    def after(self, hook: StateHook, owner: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Set the merged parameters in a state of a member of the model, or tell whose weights it holds."""
+    def follow(self, hook: StateHook, owner: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Set the merged parameters in the state of a member of the model, or tell whose weights it holds."""
         fragments = self._fragments
         if fragments is None or threading.get_ident() in _READERS:
             return
-        plain_names = {
-            name: plain_name(hook.path + name.removeprefix(prefix), hook.replicas)
-            for name in state
-            if name.startswith(prefix)
-        }
-        if hook.is_copy:
-            self._tell(
-                "state_dict() of a copy of the model: unless global_state_dict() was loaded into it, it holds this "
-                "region's own weights"
-            )
-        elif self._is_merging and self._ranks.is_first:
-            if hook.path and prefix:
-                return  # inside of another's, which replaces it
+        names = [name for name in state if name.startswith(prefix)]
+        plain_names = {name: plain_name(hook.path + name.removeprefix(prefix), hook.replicas) for name in names}
+        if not self._is_merging or not self._ranks.is_first:
+            if not self.is_over and not self._tensors.followed.keys().isdisjoint(plain_names.values()):
+                self.tell(_ELSEWHERE if self._is_merging else _OWN)
+        elif not (hook.path and prefix):  # else inside of another's, which replaces it
             with _reading(self._session):
                 full = self._tensors.full_state(fragments.manifest, fragments.global_vectors(), {})
             state.update({name: full[plain] for name, plain in plain_names.items() if plain in full})
-            if any(getattr(module, "merged", False) is True for module in owner.modules()):
-                self._tell("state_dict() of merged adapters: the weights below them hold this region's own adapters")
-        elif self.is_over or self._tensors.followed.keys().isdisjoint(plain_names.values()):
-            return
-        elif self._is_merging:
-            self._tell(
-                "state_dict() holds the merged weights on rank 0 alone, here this region's own. A distributed "
-                "checkpoint takes tensors of any rank: have rank 0 save it, with no_dist=True"
-            )
-        else:
-            self._tell(
-                "state_dict() in mid-run holds this region's own weights: global_state_dict() returns the merged ones, "
-                "and save_merged(model) has state_dict() hold them"
-            )
+            if not self.is_over and any(getattr(module, "merged", False) is True for module in owner.modules()):
+                self.tell("state_dict() of merged adapters: the weights below them hold this region's own adapters")
 
-    def pickled(self) -> None:
-        """Tell of a model that is saved as a whole."""
-        if not self.is_over:
-            self._tell("the model is pickled with this region's own weights: save global_state_dict() for the merged")
-
-    def _tell(self, text: str) -> None:
+    def tell(self, text: str) -> None:
+        """Tell once whose weights are saved."""
         if text not in self._texts:
             self._texts.add(text)
             log.warning("%s", text)
 
 
+_OWN: Final = (
+    "state_dict() in mid-run holds this region's own weights: `export` and global_state_dict() have the merged ones, "
+    "and after save_merged(model) it holds them, but of a model in parts"
+)
+_ELSEWHERE: Final = (
+    "state_dict() holds the merged weights on rank 0 alone, here this region's own. A distributed checkpoint takes "
+    "tensors of any rank: have rank 0 save it, with no_dist=True"
+)
+_OF_COPY: Final = (
+    "state_dict() of a copy of the model: unless global_state_dict() was loaded into it, it holds this region's own "
+    "weights"
+)
+
+
 class StateHook:
-    """Calls SavedStates after a member's `state_dict()`, and that of its copies.
+    """Has SavedStates follow a member's `state_dict()`. path: of the member in the model, "" or with a dot at its
+    end."""
 
-    path: of the member in the model, "" or with a dot at its end.
-    """
-
-    def __init__(self, states: SavedStates, path: str, replicas: tuple[str, ...], *, is_copy: bool = False) -> None:
-        self.path, self.replicas, self.is_copy = path, replicas, is_copy
-        self._states = states
+    def __init__(self, states: SavedStates, path: str, replicas: tuple[str, ...]) -> None:
+        self.path, self.replicas, self._states = path, replicas, states
 
     def __call__(self, owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
         """As torch calls it."""
-        self._states.after(self, owner, state, prefix)
+        self._states.follow(self, owner, state, prefix)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        """Follow the copy; not that of a result."""
-        return _SILENT if self._states.is_over else StateHook(self._states, self.path, self.replicas, is_copy=True)
+        """Tell of the copy when it is saved; it may be that of a result."""
+        return _SILENT if self._states.is_over else _CopyHook(self._states, self.path, self.replicas)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Stay here, when the module is saved as a whole: who loads it may not have this package."""
-        self._states.pickled()
+        if not self._states.is_over:
+            self._states.tell("the model is pickled with this region's own weights: save global_state_dict() instead")
         return partial, (_SILENT.func, *_SILENT.args)
+
+
+class _CopyHook(StateHook):
+    def __call__(self, *_: object) -> None:
+        self._states.tell(_OF_COPY)

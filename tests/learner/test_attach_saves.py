@@ -119,6 +119,7 @@ def test_whose_weights_a_script_saves_in_mid_run_is_told_once(
             diloco.own_state_dict()
             save(toy.model)
             save(toy.model)
+            early = copy.deepcopy(toy.model)
             assert len(told()) == (bool(words) and not (is_merging and "mid-run" in words))
             assert all(text.startswith(words) for text in told())
             count = len(told())
@@ -128,6 +129,8 @@ def test_whose_weights_a_script_saves_in_mid_run_is_told_once(
             save(toy.model)
         save(toy.model)
         assert len(told()) == count, "the model holds the result"
+        early.state_dict()
+        assert told()[-1].startswith("state_dict() of a copy of the model: unless"), "of the best so far"
     assert not toy.model._state_dict_hooks
 
 
