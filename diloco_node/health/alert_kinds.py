@@ -110,7 +110,7 @@ LEARNER_ENDED: Final = AlertKind(
     "A-LEARNER-ENDED",
     Mark.FAILED,
     "The training script ended although the run goes on.",
-    "Have the loop repeat its data until `should_stop` is true, then start it again.",
+    "Have the script call attach(), and repeat its data until `should_stop` is true. Then start it again.",
     "diloco-node learner start {region}",
 )
 LEARNER_CRASHES: Final = AlertKind(
@@ -180,7 +180,7 @@ DISK_REFUSED: Final = AlertKind(
     "A-DISK-REFUSED",
     Mark.FAILED,
     "The disk of the state folder refuses what is written; it is tried again.",
-    "Make room, or remount it writable.",
+    "Do as the line says: make room, remount it writable, or give the folder to the daemon's user.",
     "df -h {state}",
 )
 DISK_LOW: Final = AlertKind(

@@ -323,7 +323,7 @@ def _process_fault(document: Document) -> tuple[AlertKind, str] | None:
     if state == "stopped":
         return kinds.LEARNER_STOPPED, f"the learner is stopped: {reason}"
     if state == "done":
-        return kinds.LEARNER_ENDED, f"the learner ended at step {_progress(document)}"
+        return kinds.LEARNER_ENDED, f"the learner ended at step {_progress(document)}" + f": {reason}" * bool(reason)
     exit_code, restarts = number(process, "exit_code"), number(process, "restarts") or 0.0
     if exit_code or (exit_code == 0 and reason):
         reason = reason or f"exit code {exit_code:.0f}"
@@ -333,7 +333,8 @@ def _process_fault(document: Document) -> tuple[AlertKind, str] | None:
     is_first_start = state == "running" and not is_founded(document)
     if text(document, "state") == "starting" or is_perhaps_witness or is_first_start:
         return None
-    return kinds.LEARNER_MISSING, "no learner is attached"
+    why = ": its process runs, and has not come to attach() yet" * (state == "running")
+    return kinds.LEARNER_MISSING, f"no learner is attached{why}"
 
 
 def _progress(document: Document) -> str:

@@ -9,8 +9,8 @@
             if diloco.should_stop:
                 break
 
-Without DILOCO_SOCKET it warns once and does nothing. With several ranks (torchrun) each calls it; rank 0 talks to the
-daemon, and all take the same versions at the same boundary. Attach after the model was sharded (docs/sharding.md).
+Without DILOCO_SOCKET it warns once and does nothing. With several ranks (torchrun) each calls it, after the model was
+sharded (docs/sharding.md): rank 0 talks to the daemon, and all take the same versions at the same boundary.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from diloco_node.learner.leaving import EndWish, end_on_final, failure, is_at_en
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.loss import HeldOutLoss, HeldOutLosses
 from diloco_node.learner.loss_watch import LossWatch
-from diloco_node.learner.model_state import merged_saves, model_state
+from diloco_node.learner.model_state import SavedStates, model_state
 from diloco_node.learner.model_watch import ModelWatch
 from diloco_node.learner.omissions import attach_warnings
 from diloco_node.learner.pauses import BUSY_MAX_S, announce_pause
@@ -173,9 +173,8 @@ class Diloco:
         # Once True nothing is told or written any more.
         self._has_left = False
         self._terminate, self._place, self._wish = TerminateFlag(), LearnerPlace(), EndWish()
-        # What `save_merged` has begun, until the end.
-        self._saves = contextlib.ExitStack()
         self._ranks = Ranks()
+        self._saves = SavedStates(tensors, self._ranks)
         self._auto_step = auto_step
         try:
             self._join()
@@ -274,16 +273,14 @@ class Diloco:
             asked = "the process" if self._terminate.is_set else "rank 0, or another,"
             self._stop_if(True, reason or f"{asked} was asked to stop")
             if reason and self._boundaries is not None:
-                end_on_final(self._boundaries, self._warn)  # also for what is saved inside the `with` block
+                self._saves.is_over = end_on_final(self._boundaries, self._warn)  # for what the block saves, too
         if boundary.wants_checkpoint and boundary.is_idle and self._boundaries is not None:
             self._checkpoints.save(self._boundaries.progress(self.global_step))
         return boundary
 
     def _check_open(self, call: str) -> None:
         if self._is_closed and self.is_attached:
-            raise LearnerError(
-                f"{call} after the end of the `with` block, after close(), or in a child: no learner is here"
-            )
+            raise LearnerError(f"{call} after the `with` block, after close(), or in a child: no learner is here")
 
     def _stop_if(self, is_wanted: bool, reason: str) -> None:
         if is_wanted and not self.should_stop:
@@ -343,8 +340,7 @@ class Diloco:
 
     def save_merged(self, module: nn.Module) -> None:
         """Have the module's `state_dict()` hold the merged parameters until this learner leaves: trainers save them."""
-        if self._fragments is not None and not self._is_closed:
-            self._saves.enter_context(merged_saves(module, self._tensors, self._ranks, self._fragments, self._session))
+        self._saves.merge(module)
 
     def finish(self, reason: str) -> None:
         """Vote for the run's end. When most regions do, or when alone, `should_stop` is set. One rank is enough."""
@@ -377,8 +373,11 @@ class Diloco:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, GeneratorExit) and self._ranks.size > 1:
-            self._warn("the loop ended in a generator, so the last steps of several ranks are merged and kept nowhere")
-            return self._close(None)
+            self._warn("the loop ended in a generator: the last steps of several ranks are merged nowhere")
+            try:
+                return self.checkpoint()  # of this rank; it counts if all come here
+            finally:
+                self._close(None)
         if error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
             return self.close()
         if self._session is not None and self._wish.reason and not self._is_closed:
@@ -421,7 +420,7 @@ class Diloco:
             return
         self._has_left = True
         self._terminate.restore()
-        self._saves.close()
+        self._saves.leave()
         self._place.leave()
         if self._watch is not None:
             self._watch.close()
@@ -493,6 +492,7 @@ class Diloco:
         parts = self._checkpoints.optimizer, self._checkpoints.stateful.values()
         self._watch = ModelWatch(self._tensors, self._warn, *parts, is_auto=bool(self._auto_step))
         self._fragments.pending_looks = self._watch.pending_looks
+        self._saves.begin(self._fragments, self._session)
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,6 +25,9 @@ log = logging.getLogger("diloco_node.learner")
 
 _READERS: Final[set[int]] = set()
 """Threads that read a learner's state now."""
+
+_SILENT: Final = partial(sys.audit, "diloco_node.state_dict")
+"""A hook that does nothing, of Python's own."""
 
 
 def model_state(
@@ -68,51 +72,112 @@ def _reading(session: LearnerSession | None) -> Iterator[None]:
         _READERS.discard(thread)
 
 
-@contextlib.contextmanager
-def merged_saves(
-    module: nn.Module,
-    tensors: ModelTensors,
-    ranks: Ranks,
-    fragments: LearnerFragments,
-    session: LearnerSession | None,
-) -> Iterator[None]:
-    """Within it the module's `state_dict()` holds the merged parameters: trainers save the run's model in mid-run, too.
+class SavedStates:
+    """What `state_dict()` of the model, of a module around it, and of their copies gives until the learner leaves.
 
-    So does that of the module below wrappers, and of a model of Hugging Face inside, which scripts save by itself.
-    Rank 0 has them. For a model in parts all ranks would have to call it together, so there it is as ever.
+    The region's own weights, which is told once. After `merge` it is the merged ones on rank 0, also of modules below
+    wrappers and of a model of Hugging Face inside: scripts save these by themselves. For a model in parts all ranks
+    would have to call it together, so there it is as ever.
+
+    Attributes:
+        is_over: the model holds the run's result.
     """
-    if not fragments.shards.is_first_whole:
-        if ranks.is_first:
-            log.warning("checkpoints of the trainer hold this region's own weights; `export` writes the merged ones")
-        yield
-        return
-    replicas = replicas_in(module)
-    copies: list[nn.Module] = []
 
-    def replace(path: str, owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
-        # Inside of another's, which replaces it; or in a copy of the module, such as an average, with the same hook.
-        if not ranks.is_first or threading.get_ident() in _READERS or (path and prefix):
-            return  # rank 0 alone has the merged parameters
-        if owner is not members[path]:
-            if not path and not prefix and not copies:
-                log.warning("state_dict() of a copy of the model: that holds this region's own weights, not the merged")
-                copies.append(owner)
+    def __init__(self, tensors: ModelTensors, ranks: Ranks) -> None:
+        self.is_over = False
+        self._tensors, self._ranks = tensors, ranks
+        # None: alone, or the learner has left.
+        self._fragments: LearnerFragments | None = None
+        self._session: LearnerSession | None = None
+        self._is_merging = False
+        self._texts: set[str] = set()
+        self._handles = contextlib.ExitStack()
+
+    def begin(self, fragments: LearnerFragments, session: LearnerSession | None) -> None:
+        """Follow the model: it holds the run's parameters, and steps come next."""
+        self._fragments, self._session = fragments, session
+        self._follow(self._tensors.model)
+
+    def merge(self, module: nn.Module) -> None:
+        """Have the states of this module hold the merged parameters."""
+        if self._fragments is not None and self._fragments.shards.is_first_whole:
+            if not self._is_merging:
+                self._handles.close()
+            self._is_merging = True
+            self._follow(module)
+
+    def leave(self) -> None:
+        """Let go of the modules, as they were."""
+        self._handles.close()
+        self._fragments = None
+
+    def _follow(self, module: nn.Module) -> None:
+        replicas = replicas_in(module)
+        for path, member in module.named_modules():
+            if not plain_name(path, replicas) or hasattr(member, "save_pretrained"):
+                hook = StateHook(self, path and f"{path}.", replicas)
+                self._handles.callback(member.register_state_dict_post_hook(hook).remove)
+
+    def follow(self, hook: StateHook, owner: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Set the merged parameters in the state of a member of the model, or tell whose weights it holds."""
+        fragments = self._fragments
+        if fragments is None or threading.get_ident() in _READERS:
             return
-        with _reading(session):
-            full = tensors.full_state(fragments.manifest, fragments.global_vectors(), {})
-        for name in [name for name in state if name.startswith(prefix)]:
-            values = full.get(plain_name(path + name.removeprefix(prefix), replicas))
-            if values is not None:
-                state[name] = values
+        names = [name for name in state if name.startswith(prefix)]
+        plain_names = {name: plain_name(hook.path + name.removeprefix(prefix), hook.replicas) for name in names}
+        if not self._is_merging or not self._ranks.is_first:
+            if not self.is_over and not self._tensors.followed.keys().isdisjoint(plain_names.values()):
+                self.tell(_ELSEWHERE if self._is_merging else _OWN)
+        elif not (hook.path and prefix):  # else inside of another's, which replaces it
+            with _reading(self._session):
+                full = self._tensors.full_state(fragments.manifest, fragments.global_vectors(), {})
+            state.update({name: full[plain] for name, plain in plain_names.items() if plain in full})
+            if not self.is_over and any(getattr(module, "merged", False) is True for module in owner.modules()):
+                self.tell("state_dict() of merged adapters: the weights below them hold this region's own adapters")
 
-    members = {path and f"{path}.": member for path, member in module.named_modules()}
-    handles = [
-        member.register_state_dict_post_hook(partial(replace, path))
-        for path, member in members.items()
-        if not plain_name(path, replicas) or hasattr(member, "save_pretrained")
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def tell(self, text: str) -> None:
+        """Tell once whose weights are saved."""
+        if text not in self._texts:
+            self._texts.add(text)
+            log.warning("%s", text)
+
+
+_OWN: Final = (
+    "state_dict() in mid-run holds this region's own weights: `export` and global_state_dict() have the merged ones, "
+    "and after save_merged(model) it holds them, but of a model in parts"
+)
+_ELSEWHERE: Final = (
+    "state_dict() holds the merged weights on rank 0 alone, here this region's own. A distributed checkpoint takes "
+    "tensors of any rank: have rank 0 save it, with no_dist=True"
+)
+_OF_COPY: Final = (
+    "state_dict() of a copy of the model: unless global_state_dict() was loaded into it, it holds this region's own "
+    "weights"
+)
+
+
+class StateHook:
+    """Has SavedStates follow a member's `state_dict()`. path: of the member in the model, "" or with a dot at its
+    end."""
+
+    def __init__(self, states: SavedStates, path: str, replicas: tuple[str, ...]) -> None:
+        self.path, self.replicas, self._states = path, replicas, states
+
+    def __call__(self, owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+        """As torch calls it."""
+        self._states.follow(self, owner, state, prefix)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        """Tell of the copy when it is saved; it may be that of a result."""
+        return _SILENT if self._states.is_over else _CopyHook(self._states, self.path, self.replicas)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Stay here, when the module is saved as a whole: who loads it may not have this package."""
+        if not self._states.is_over:
+            self._states.tell("the model is pickled with this region's own weights: save global_state_dict() instead")
+        return partial, (_SILENT.func, *_SILENT.args)
+
+
+class _CopyHook(StateHook):
+    def __call__(self, *_: object) -> None:
+        self._states.tell(_OF_COPY)

@@ -193,11 +193,14 @@ class ModelWatch:
         holders += [module._buffers for module in modules if not merge_tensors.isdisjoint(module._buffers.values())]
         return TensorPlaces(holders)
 
-    def _check_model(self) -> None:
+    def _check_forms(self) -> None:
         if difference := self._forms.difference():
             number, before, now = difference
             name = [*self._names.values()][number]
             raise LearnerError(f"{name!r} is {now} now, at attach() it was {before}. {REMEDY}")
+
+    def _check_model(self) -> None:
+        self._check_forms()
         if self._places.are_same:
             return
         # The same tensors may be set again, as sharding does around a forward pass.
@@ -265,6 +268,7 @@ class ModelWatch:
         record = self._record_of(optimizer)
         if record is None or record.is_stepping:  # a step may call that of its base class, of which hooks tell, too
             return
+        self._check_forms()
         if COPY_LOOKS & {record.steps + 1, record.steps + 2}:
             record.before = {name: sample_of(tensor) for name, tensor in record.tensors.items()}
         record.counted_steps = self._counted_steps()

@@ -35,6 +35,11 @@ _ERROR_LINE: Final = re.compile(
 )
 """Python's last line of a traceback, also of a rank; not the launcher's own, which names no cause."""
 
+_ECHO: Final = re.compile(
+    r"another rank of this region has ended|Connection (closed|reset) by peer|remote process exited"
+)
+"""In the error of a rank that has lost another: that of the other is the cause."""
+
 COMMAND_CHARS_MAX: Final = 80
 """Characters of a child's command in a message, at most."""
 
@@ -96,11 +101,12 @@ class ChildLog:
                 show(data)
 
     def last_line(self) -> str:
-        """The last error of Python's in this life's output (libraries print more after a traceback), else its last
-        line."""
+        """The last error of Python's in this life's output (libraries print more after a traceback), if there is one of
+        the rank that failed first; else its last line."""
         lines = [line for line in self.tail.decode("utf-8", "replace").splitlines() if line.strip()]
         errors = [line for line in lines if _ERROR_LINE.fullmatch(line)]
-        return (errors or lines or [""])[-1].strip()[:LAST_LINE_CHARS_MAX]
+        causes = [line for line in errors if not _ECHO.search(line)]
+        return (causes or errors or lines or [""])[-1].strip()[:LAST_LINE_CHARS_MAX]
 
     def _rotate(self) -> None:
         with contextlib.suppress(FileNotFoundError):  # renamed already, by a try that went no further

@@ -198,17 +198,18 @@ class LearnerWatch:
         if code == 0 and place != self.old_place and place is not None and place.is_interrupted:
             self.reason = "a signal from outside asked it to stop, and the run goes on"
             return True
-        is_early = code == 0 and place is not None and place == self.old_place
+        has_attached = place != self.old_place
+        is_early = code == 0 and place is not None and not has_attached
         self._early_ends = self._early_ends + 1 if is_early else 0
-        if code == 0 and (not is_early or self._early_ends > 1):  # twice: it has found its own result
-            self.state = "done"
-            return False
         self.reason = f"{_in_words(code)} after {lived_s:.1f} s"
         if code == 0:  # a handler of the script's, while it still imported?
-            last_line = "it ended before attach(), which the life before it had called"
+            last_line = "it ended before attach()" + ", which the life before it had called" * is_early
+        if code == 0 and (not is_early or self._early_ends > 1):  # twice: it has found its own result
+            self.state, self.reason = "done", "" if has_attached else f"{self.reason}: {last_line}"
+            return False
+        if memory_kills > self._memory_kills:
+            self.reason += ": the kernel had no memory left"
         if -code in FROM_OUTSIDE:
-            if -code == signal.SIGKILL and memory_kills > self._memory_kills:
-                self.reason += ": the kernel had no memory left"
             return True
         self.reason += f": {last_line}" * bool(last_line)
         self.crashes += 1

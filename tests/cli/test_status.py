@@ -265,7 +265,7 @@ def test_alerts_are_shown_with_what_helps() -> None:
     lines = status_lines([changed(learner=None, learner_process={"state": "done", "exit_code": 0})], None)
     assert lines[0] == "degraded: us: the learner ended at step 64, the run is at 64 of 250"
     at = lines.index("× A-LEARNER-ENDED: us: the learner ended at step 64, the run is at 64 of 250")
-    assert lines[at + 1].startswith("  -> Have the loop repeat its data")
+    assert lines[at + 1].startswith("  -> Have the script call attach()")
     assert lines[at + 1].endswith("`diloco-node learner start us`")
 
 

@@ -209,11 +209,20 @@ def test_what_is_usual_or_said_already_is_no_alert(document: dict[str, Any], kin
 
 def test_a_learner_that_is_started_again_after_it_ended_well_has_not_crashed() -> None:
     document = changed(learner=None, learner_process={"state": "running", "exit_code": 0, "restarts": 1})
-    assert [alert.code for alert in find_alerts(document)] == ["A-LEARNER-MISSING"]
+    (alert,) = find_alerts(document)
+    assert alert.code == "A-LEARNER-MISSING"
+    assert alert.text == "no learner is attached: its process runs, and has not come to attach() yet"
 
 
 def test_a_learner_that_ended_is_said_so_before_its_link_is_gone() -> None:
     assert [alert.code for alert in find_alerts(changed(learner_process={"state": "done"}))] == ["A-LEARNER-ENDED"]
+
+
+def test_a_script_that_ended_without_attach_has_not_run_out_of_data() -> None:
+    process = {"state": "done", "exit_code": 0, "reason": "exit code 0 after 0.3 s: it ended before attach()"}
+    (alert,) = find_alerts(changed(learner=None, learner_process=process))
+    assert alert.code == "A-LEARNER-ENDED"
+    assert alert.text.endswith(": exit code 0 after 0.3 s: it ended before attach()")
 
 
 def test_a_command_can_be_copied_where_a_path_has_blanks() -> None:

@@ -1,5 +1,6 @@
 """LoRA by PEFT itself: a folder begins a run, the learner ends with the merged adapter, PEFT loads the export."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,22 @@ def test_an_adapter_goes_in_and_out_in_pefts_own_files(
     loaded = peft.PeftModel.from_pretrained(base_model(), tmp_path / "out")
     assert torch.equal(loaded(rows).logits, model(rows).logits)
     assert not torch.equal(loaded(rows).logits, first(rows).logits)
+
+
+def test_an_adapter_that_is_merged_into_a_copy_in_mid_run_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its names are those of the base, none of which is merged."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    model = peft.get_peft_model(base_model(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    optimizer = torch.optim.AdamW([value for value in model.parameters() if value.requires_grad])
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer, checkpoint_every_s=0) as diloco:
+        diloco.save_merged(model)
+        whole = copy.deepcopy(model).merge_and_unload()
+        assert "own weights" not in caplog.text
+        whole.state_dict()
+        assert "of a copy of the model: unless global_state_dict() was loaded into it, it holds" in caplog.text
+        model.merge_adapter()
+        model.get_base_model().state_dict()
+        model.unmerge_adapter()
+        assert "of merged adapters: the weights below them hold this region's own" in caplog.text

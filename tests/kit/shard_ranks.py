@@ -433,6 +433,10 @@ class Rank:
     def close(self) -> None:
         self.diloco.close()
 
+    def abandon(self) -> None:
+        """Leave as a loop in a generator does that is closed, whenever its rank lets go of it."""
+        self.diloco.__exit__(GeneratorExit, GeneratorExit(), None)
+
 
 class Position:
     """A part of the loop that is each rank's own."""

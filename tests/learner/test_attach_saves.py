@@ -1,6 +1,9 @@
 """Models that save the merged weights by themselves, at each level, and state that no checkpoint can keep."""
 
+import copy
+import io
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +80,75 @@ def test_a_copy_of_a_model_whose_saves_are_merged_saves_itself(folder: Path) -> 
         assert torch.equal(model.state_dict()["weight"], diloco.global_state_dict()["weight"])
         assert torch.equal(average.state_dict()["module.weight"], average.module.weight)
         assert torch.equal(average.module.state_dict()["weight"], before)
+
+
+def pickled(model: nn.Module) -> dict[str, torch.Tensor]:
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"diloco_node.learner" not in file.getvalue(), "who loads it may not have this package"
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded.state_dict()
+
+
+@pytest.mark.parametrize("is_merging", [False, True])
+@pytest.mark.parametrize(
+    ("save", "words"),
+    [
+        (lambda model: model.state_dict(), "state_dict() in mid-run holds this region's own weights"),
+        (lambda model: nn.ModuleDict({"a": model}).state_dict(), "state_dict() in mid-run holds this region's own"),
+        (lambda model: copy.deepcopy(model).state_dict(), "state_dict() of a copy of the model: unless"),
+        (lambda model: copy.deepcopy(copy.deepcopy(model)[0]), ""),
+        (pickled, "the model is pickled with this region's own weights"),
+    ],
+    ids=["state_dict", "of a module around it", "of a copy", "copied only", "pickled"],
+)
+def test_whose_weights_a_script_saves_in_mid_run_is_told_once(
+    folder: Path, caplog: pytest.LogCaptureFixture, save: Callable[[nn.Module], Any], words: str, is_merging: bool
+) -> None:
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "own weights" in record.getMessage()]
+
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            if is_merging:
+                diloco.save_merged(toy.model)
+            toy.step(diloco)
+            diloco.global_state_dict()
+            diloco.own_state_dict()
+            save(toy.model)
+            save(toy.model)
+            early = copy.deepcopy(toy.model)
+            assert len(told()) == (bool(words) and not (is_merging and "mid-run" in words))
+            assert all(text.startswith(words) for text in told())
+            count = len(told())
+            daemon.stop_learner(versions=(0, 0))
+            while not diloco.should_stop:
+                toy.step(diloco)
+            save(toy.model)
+        save(toy.model)
+        assert len(told()) == count, "the model holds the result"
+        early.state_dict()
+        assert told()[-1].startswith("state_dict() of a copy of the model: unless"), "of the best so far"
+    assert not toy.model._state_dict_hooks
+
+
+def test_a_model_that_is_halved_to_be_saved_is_named_at_the_next_step_of_its_optimizer(folder: Path) -> None:
+    model = nn.Linear(6, 5)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(2, 6, dtype=model.weight.dtype)).sum().backward()
+        optimizer.step()
+
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        step()
+        diloco.step(tokens=2)
+        model.half().state_dict()
+        with pytest.raises(LearnerError, match=r"'weight' is torch.float16 of shape"):
+            step()
+        model.float()
 
 
 class NoJson:

@@ -327,7 +327,7 @@ def test_a_wish_just_before_leaving_is_told_too(folder: Path) -> None:
             diloco.finish("the data is used up")
         daemon.wait_for(Done)
         assert daemon.wait_for(EndWanted).reason == "the data is used up"
-    with pytest.raises(LearnerError, match=r"finish\(\) after the end of the `with` block"):
+    with pytest.raises(LearnerError, match=r"finish\(\) after the `with` block"):
         diloco.finish("too late")
 
 

@@ -18,7 +18,7 @@ from diloco_node.core.types import Codec
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.storage.trained import read_trained
 from diloco_node.wire.frozen_listing import frozen_difference, pack_frozen
-from diloco_node.wire.learner_link import OfferApplied, RunAdvanced, SnapshotReady
+from diloco_node.wire.learner_link import OfferApplied, RunAdvanced, SnapshotReady, Warned
 from tests.kit.fake_daemon import PATIENCE_S, Done, FakeDaemon
 from tests.kit.shard_layouts import cut
 from tests.kit.shard_ranks import Groups, Ranks, digest, run_program, states
@@ -178,6 +178,27 @@ def test_a_checkpoint_that_lacks_a_rank_is_none(groups: Groups, tmp_path: Path) 
             assert len(list(folder.glob("*.safetensors"))) == 4, "two of each rank"
             newest = max(folder.glob("*-00001-of-00002.safetensors"))
             newest.write_bytes(newest.read_bytes()[:-1])
+
+
+def test_loops_in_generators_keep_a_last_checkpoint_though_no_rank_waits_for_another(
+    groups: Groups, tmp_path: Path
+) -> None:
+    theta, versions = None, None
+    kept: dict[str, str] = {}
+    with MemoryStore(tmp_path / "memory.sock"), groups.take(2) as ranks:
+        for at in range(2):
+            with FakeDaemon(tmp_path, theta=theta, versions=versions) as daemon:
+                ranks.attach("fsdp", tmp_path, optimizer=True)
+                if at:
+                    assert ranks.moments() == kept
+                    assert [one["position"] for one in ranks.ask(do="where")] == [20, 22]
+                ranks.ask(do="step", count=2)
+                kept = ranks.moments()
+                ranks.ask_one(1, do="abandon")
+                ranks.ask_one(0, do="abandon")
+                (told,) = [message.text for message in daemon.said if isinstance(message, Warned)]
+                assert told == "the loop ended in a generator: the last steps of several ranks are merged nowhere"
+                theta, versions = daemon.theta, daemon.versions
 
 
 def test_a_version_is_applied_nowhere_before_every_rank_has_its_part(groups: Groups, tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_who_wants_it_started_again_gives_it_the_first_limit() -> None:
 
 def test_one_that_ends_by_itself_is_done() -> None:
     watch = running()
-    assert not watch.ended(0, lived_s=5.0, now_s=5)
+    assert not watch.ended(0, lived_s=5.0, now_s=5, place=PlaceMark(7, step=3))
     assert watch.document() == {
         "state": "done",
         "reason": "",
@@ -214,6 +214,22 @@ def test_one_that_ends_before_it_attaches_though_the_life_before_did_is_believed
         assert watch.ended(code, lived_s=1.0, now_s=7, place=place) is (state == "waiting")
         assert watch.state == state
     assert "exit code 0 after 1.0 s: it ended before attach(), which the life before it had called" in watch.reason
+
+
+def test_one_that_ends_without_attach_is_done_and_says_so() -> None:
+    watch = running()
+    assert not watch.ended(0, lived_s=1.0, now_s=1)
+    assert (watch.state, watch.reason) == ("done", "exit code 0 after 1.0 s: it ended before attach()")
+    watch.started(None, now_s=2)
+    assert not watch.ended(0, lived_s=1.0, now_s=3, place=PlaceMark(7, step=3))
+    assert (watch.state, watch.reason) == ("done", "")
+
+
+def test_a_launcher_whose_rank_the_kernel_has_killed_for_want_of_memory_says_so() -> None:
+    watch = running()
+    watch.started(None, now_s=0, memory_kills=3)
+    assert watch.ended(1, lived_s=9.0, now_s=9, last_line="train.py FAILED", memory_kills=4)
+    assert watch.reason == "exit code 1 after 9.0 s: the kernel had no memory left: train.py FAILED"
 
 
 def test_a_signal_that_python_does_not_know_has_its_number() -> None:

@@ -265,6 +265,9 @@ def test_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
 RANK = "Traceback (most recent call last):\n[rank0]: ValueError: no such expert\n"
 
 
+LOST_RANK = "[rank1]: RuntimeError: [pair.cc:525] Connection closed by peer [127.0.0.1]:4711\n"
+
+
 LAUNCHER = "\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n====\ntrain.py FAILED\n====\n"
 
 
@@ -277,6 +280,8 @@ LAUNCHER = "\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError:
             "torch.OutOfMemoryError: CUDA out of memory",
         ),
         (RANK + LAUNCHER, "[rank0]: ValueError: no such expert"),
+        (RANK + LOST_RANK + LAUNCHER, "[rank0]: ValueError: no such expert"),
+        (LOST_RANK, "[rank1]: RuntimeError: [pair.cc:525] Connection closed by peer [127.0.0.1]:4711"),
         ("ChildFailedError: \nSegmentation fault (core dumped)\n\n", "Segmentation fault (core dumped)"),
         ("step 7 loss 2.1\n", "step 7 loss 2.1"),
         ("", ""),

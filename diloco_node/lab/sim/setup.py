@@ -100,7 +100,6 @@ def hurry(setup: Setup, rng: random.Random) -> Setup:
     settings = setup.settings
     if rng.random() < 0.5:  # many ballots are given up after they were reduced
         settings = replace(settings, ballot_deadline_min_ns=settings.heartbeat_ns, codec_down=Codec.BF16)
-        settings = replace(settings, error_feedback=True)
     settings = replace(
         settings,
         checkpoint_versions=rng.choice((1, 1, 3)),

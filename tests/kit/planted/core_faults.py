@@ -24,13 +24,6 @@ def _answer_before_fsync(host: Host) -> None:
     host.fsync_is_late = True
 
 
-<<<<<<< HEAD
-=======
-def _keep_any_residual(host: Host) -> None:
-    host.is_residual_loose = True
-
-
->>>>>>> seeds26
 def _sum_as_they_come(host: Host) -> None:
     host.is_order_loose = True
 
@@ -267,14 +260,6 @@ CORE_FAULTS: dict[str, Fault] = {
             spoil=_contribute_too_early,
         ),
         Fault(
-<<<<<<< HEAD
-=======
-            "kept-residual",
-            "the residual of an abandoned ballot is dropped",
-            plant=_keep_any_residual,
-        ),
-        Fault(
->>>>>>> seeds26
             "arrival-order",
             "contributions are summed in the order of learner names",
             spoil=_add_in_order_of_arrival,

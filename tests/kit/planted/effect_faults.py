@@ -11,24 +11,6 @@ from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.planting import Fault
 from diloco_node.numeric import F32
 from diloco_node.storage.store import RegionStore
-<<<<<<< HEAD
-=======
-
-
-def _keep_any_residual(hands: Effects) -> None:
-    table: Any = hands.stripes.table
-    residuals: dict[tuple[int, int], F32] = {}
-    keep = table.keep_residual
-
-    def keep_residual(ballot: Ballot, stripe: int, fragment: int, version: int, residual: F32) -> None:
-        residuals[fragment, stripe] = residual
-        keep(ballot, stripe, fragment, version, residual)
-
-    def residual(fragment: int, ballot: Ballot | None, stripe: int) -> F32 | None:
-        return None if ballot is None else residuals.get((fragment, stripe))
-
-    table.keep_residual, table.residual = keep_residual, residual
->>>>>>> seeds26
 
 
 class _Lavish:
@@ -80,14 +62,6 @@ EFFECT_FAULTS: dict[str, Fault] = {
     fault.name: fault
     for fault in (
         Fault(
-<<<<<<< HEAD
-=======
-            "kept-residual",
-            "the residual of an abandoned ballot is dropped",
-            plant=_spoil(_keep_any_residual),
-        ),
-        Fault(
->>>>>>> seeds26
             "lent-place",
             "a place of the version area is the learner's until it has applied the version",
             plant=_spoil(_write_into_lent_places),
