@@ -54,6 +54,9 @@ REACH: Final = 4
 ITEMS_MAX: Final = 100
 """A longer list holds rows of data."""
 
+COPIES: Final = "copies of the parameters, such as averages"
+"""Name of tensors that are in no module."""
+
 RUN_MODULE: Final = "diloco_node.learner.attach"
 """Where the class is by which a schedule asks for the run's step: such a schedule has no position of its own."""
 
@@ -109,6 +112,7 @@ class LoopState:
         # Tensors that the loop was given; and of those that it has copied itself the sum of samples, at the last look.
         self._gifts: list[ref[Tensor]] = []
         self._copies: Tensor | float = 0.0
+        self._has_copy = torch.zeros((), dtype=torch.bool)
         self._checkpoint_ids: set[int] = set()
         self._moving_copy(living)
         # How many values changed, by name, and their sum, which may be on its way from a device.
@@ -129,6 +133,8 @@ class LoopState:
             gc.collect()  # an object that nobody has any more is not of the loop
             objects = [*self._objects(living_objects(*KINDS))]
         changes = [name for name, count in self._changes.items() if int(count)] if self._change_sum.fresh() else []
+        if COPIES in self._new(changes) and not self._is_copy_left():
+            changes.remove(COPIES)
         if names := self._new((*changes, *objects)):
             self._told |= set(names)
             self._warn(
@@ -170,7 +176,7 @@ class LoopState:
                 self._changes[label] + count.to(self._changes[label].device) if label in self._changes else count
             )
         if (is_moving := self._moving_copy(living)) is not None:
-            self._changes["copies of the parameters, such as averages"] = is_moving
+            self._changes[COPIES] = is_moving
         if self._changes:
             self._change_sum.offer(stack(self._changes.values()).sum())
 
@@ -202,8 +208,14 @@ class LoopState:
         ways = torch.linalg.vector_norm(torch.stack(samples) - own, dim=1)
         is_like = (ways < COPY_LIKENESS * own.norm()) & (torch.arange(len(samples), device=own.device) > 0)
         before, self._copies = self._copies, (torch.stack(samples).sum(1) * is_like).sum()
-        is_moving: Tensor = (self._copies != before) & is_like.any()
-        return is_moving
+        self._has_copy = is_like.any()
+        return (self._copies != before) & self._has_copy
+
+    def _is_copy_left(self) -> bool:
+        """Whether a copy is more than what nobody has any more. On a device, which is not waited for, it may be."""
+        gc.collect()
+        self._moving_copy(living_objects(*KINDS))
+        return not self._has_copy.is_cpu or bool(self._has_copy)
 
     def _distance(self, values: Mapping[str, Tensor]) -> Tensor | int:
         """Count the values in which a module differs from the state that was given; 1 if it is another model."""

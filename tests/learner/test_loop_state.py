@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import random
 import shutil
@@ -325,6 +326,21 @@ def test_what_lives_in_the_loop_is_named(
         assert thing is not None
         assert len(warnings) == 1
         assert text in warnings[0]
+
+
+def test_copies_that_nobody_has_any_more_are_not_named(folder: Path) -> None:
+    """They are in circles, as those of compiled models, until Python looks for such."""
+    gc.disable()
+    try:
+        with Loop(folder, plain()) as loop:
+            for _ in range(4):
+                circle: list[Any] = [parameter.detach().clone() for parameter in loop.model.parameters()]
+                circle.append(circle)
+                del circle
+                loop.step()
+                assert not loop.checkpoint()
+    finally:
+        gc.enable()
 
 
 class Unhashable(nn.Linear):
