@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from diloco_node.core.events import ContributionStripeArrived
-from diloco_node.core.messages import BallotOpened, PayloadDurable, StripesReceived
+from diloco_node.core.messages import BallotOpened, MergedReceived, PayloadDurable, StripesReceived
 from diloco_node.core.rounds.followed import name_of
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.host import Host
@@ -185,7 +185,8 @@ def _tell_another_digest(host: Host) -> None:
 
     def tell(_: str, frame: bytes) -> bytes:
         message = decode_control(frame)
-        return encode_control(PayloadDurable(message.ballot, bytes(32))) if type(message) is StripesReceived else frame
+        is_early = isinstance(message, StripesReceived | MergedReceived)
+        return encode_control(PayloadDurable(message.ballot, bytes(32))) if is_early else frame
 
     host.network.frame_spoilers[host.name] = tell
 
