@@ -175,11 +175,13 @@ def test_a_region_that_fails_is_tried_with_a_short_deadline_then_left_out_and_tr
     assert [(line.region, line.part) for line in office.leader.left_out] == [("b", "member")]
     office.leader.rounds.clear()
     report()
+    office.leader.tick()
     announcement = ballots(office.go(SECOND // 2))[0]
     assert announcement.members == ("a", "c"), "the others do not wait for it"
     office.leader.rounds.clear()
     office.now_ns += PAUSE_BALLOTS * SETTINGS.ballot_deadline_min_ns
     report()
+    office.leader.tick()
     announcement = ballots(office.go())[0]
     assert announcement.members == REGIONS
     round_ = office.leader.rounds[0]
