@@ -83,7 +83,7 @@ class GrayFaults:
             return None
         self._checkers.tolerated.update(OTHER_BYTES)
         self._network.bulk_spoilers[name] = self._corrupt
-        return partial(self._network.bulk_spoilers.pop, name, None)
+        return partial(self._network.bulk_spoilers.__delitem__, name)
 
     def deny_receipts(self) -> Undo | None:
         """Memory of the region is bad: each merged stripe has other bytes there, it says. Two could be a majority."""
@@ -91,7 +91,7 @@ class GrayFaults:
         if self._network.frame_spoilers:
             return None
         CHEATS["receipts"].begin(self._hosts[name])
-        return partial(self._network.frame_spoilers.pop, name, None)
+        return partial(self._network.frame_spoilers.__delitem__, name)
 
     def _corrupt(self, _: str, header: bytes, body: bytes) -> tuple[bytes, bytes]:
         begin = decode_bulk(header)
