@@ -47,7 +47,7 @@ def rounds(core: Any) -> RoundLeader:
 def unasked(core: Any) -> tuple[int, ...]:
     """Fragments whose fetch nobody is asked for, while no fetch is under way and somebody could help."""
     fetches: Fetches = core._fetches
-    waiting = fetches.pending.items() if not fetches.in_flight() else ()
+    waiting = fetches.pending.items() if fetches.pending and not fetches.in_flight() else ()
     return tuple(fragment for fragment, fetch in waiting if fetches._alive - fetch.gone)
 
 
