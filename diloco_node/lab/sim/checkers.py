@@ -163,7 +163,7 @@ class Checkers:
             self._check_asked(host)
 
     def _check_asked(self, host: Host) -> None:
-        """Whoever failed once is asked again, after a pause."""
+        """Regions that failed once are asked again, after a pause."""
         memory, now_ns = self._memories[host.name], self._world.now_ns
         memory.unasked = {at: memory.unasked.get(at, now_ns) for at in view.unasked(host.core)}
         if memory.unasked and now_ns - min(memory.unasked.values()) > UNASKED_NS_MAX:
