@@ -424,14 +424,14 @@ class Checkers:
                 continue
             if isinstance(body, RoundBody):
                 key = (body.fragment, body.version, body.payload_digest)
-                told = {host.name, *memory.told.get((body.ballot, body.payload_digest), ())}
-                holders = {name for name in told if key in self.hosts[name].disk.payloads} | self.liars
+                claimants = {host.name, *memory.claims.get((body.ballot, body.payload_digest), ())}
+                holders = {name for name in claimants if key in self.hosts[name].disk.payloads} | self.liars
                 self._check_majority(host, "holders", key, holders)
             elif isinstance(body, MembershipBody):
                 self.members.check_leader(host.core, ledger.cluster_commit_index)
             elif isinstance(body, SnapshotBody):
                 key = (body.fragment, body.version, body.digest)
-                self._check_majority(host, "snapshot", key, {host.name, *memory.told.get(key, ())} | self.liars)
+                self._check_majority(host, "snapshot", key, {host.name, *memory.claims.get(key, ())} | self.liars)
 
     def _check_majority(self, host: Host, label: str, key: tuple[int, int, bytes], names: set[str]) -> None:
         # The witness takes no entry without its payload, and compares no states: it has no say here.

@@ -20,7 +20,7 @@ class RegionMemory:
         base_index: of the ledger at which its account was compared last.
         versions: per fragment the version applied in this life.
         unasked: by fragment that is lacking, since when nobody is asked for it.
-        told: by (fragment, version, digest) of a state, and (ballot, digest) of a payload, the peers that told of it.
+        claims: by (fragment, version, digest) of a state, and (ballot, digest) of a payload, the peers that told of it.
         voted: by term, where its log ended when it decided its vote.
     """
 
@@ -32,13 +32,13 @@ class RegionMemory:
     base_index: int = 0
     versions: dict[int, int] = field(default_factory=dict)
     unasked: dict[int, int] = field(default_factory=dict)
-    told: dict[tuple[object, ...], set[str]] = field(default_factory=dict)
+    claims: dict[tuple[object, ...], set[str]] = field(default_factory=dict)
     voted: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def hear(self, peer: str, message: object) -> None:
         """Note which bytes a peer says to have."""
         if isinstance(message, msg.PayloadDurable):
-            self.told.setdefault((message.ballot, message.digest), set()).add(peer)
+            self.claims.setdefault((message.ballot, message.digest), set()).add(peer)
         elif isinstance(message, msg.Heartbeat):
             for report in message.digests:
-                self.told.setdefault((report.fragment, report.version, report.digest), set()).add(peer)
+                self.claims.setdefault((report.fragment, report.version, report.digest), set()).add(peer)
