@@ -23,7 +23,7 @@ SLOW_FACTOR = 60
 """A slow disk takes this many times as long."""
 
 SLOW_STEP_FACTOR = 5000
-"""Of outer steps: as of a model for which the memory is too small."""
+"""A slow outer step takes this many times as long, as if memory were too small."""
 
 LASTS_MEAN_NS = 2 * SECOND
 """How long a fault lasts, on average, where `LASTS_NS` has nothing else."""
