@@ -264,12 +264,12 @@ class Liveness:
         """Whether a region and this one hear each other."""
         return region == self._region or self.hears(region, self._region, now_ns=now_ns)
 
-    def all_linked(self, regions: Collection[str]) -> list[str]:
-        """Those of the regions that hear all others and are heard by all, in sets: pairs are many. This one is one."""
+    def central_regions(self, regions: Collection[str]) -> list[str]:
+        """Regions of these that hear all others and are heard by all, in sets: pairs are many. This one is central."""
         names = frozenset(regions)
-        heard = {name: names if name == self._region else {name, *self._peer(name).hears} for name in regions}
-        heard_by_all = names.intersection(*heard.values())
-        return [name for name in regions if name in heard_by_all and names <= heard[name]]
+        hearing = {name: names if name == self._region else {name, *self._peer(name).hears} for name in regions}
+        common = names.intersection(*hearing.values())
+        return [name for name in regions if name in common and names <= hearing[name]]
 
     def learner(self, region: str) -> LearnerStatus | None:
         """The last status of the region's learner; None if there is no learner."""

@@ -74,7 +74,7 @@ def assess_reachability(
     nobody else is left.
     """
     reachable = tuple(sorted(name for name in regions if liveness.reaches(name, now_ns=now_ns)))
-    central = liveness.all_linked(reachable)
+    central = liveness.central_regions(reachable)
     reducers = tuple(name for name in central if name not in exclude) or tuple(central) or (leader,)
     learners, away = [], []
     step_times_ns = [status.step_time_ns for name in regions if (status := liveness.learner(name)) is not None]

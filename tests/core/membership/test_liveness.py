@@ -78,12 +78,12 @@ def test_regions_reach_each_other_only_when_both_say_so() -> None:
     world = Neighbourhood()
     world.hear("b", now_ns=1, hears=("a", "c"))
     world.hear("c", now_ns=1, hears=("a",))
-    reaches, all_linked = world.liveness.reaches, world.liveness.all_linked
+    reaches, central_regions = world.liveness.reaches, world.liveness.central_regions
     assert reaches("a", now_ns=1)
     assert reaches("b", now_ns=1)
     assert world.liveness.hears("b", "c", now_ns=1)
-    assert all_linked(("c", "b", "a")) == ["a"], "one direction is cut"
-    assert all_linked(("a", "b")) == ["a", "b"]
+    assert central_regions(("c", "b", "a")) == ["a"], "one direction is cut"
+    assert central_regions(("a", "b")) == ["a", "b"]
     assert not reaches("b", now_ns=1 + SILENT_NS), "what a silent region said is void"
     assert not world.liveness.hears("b", "c", now_ns=1 + SILENT_NS)
 
@@ -101,7 +101,7 @@ def test_who_is_linked_with_all_is_by_the_words_of_both_sides(heard: list[frozen
         for name in reached[1:]
         if all(hears(name, peer) and hears(peer, name) for peer in reached[1:] if peer != name)
     ]
-    assert world.liveness.all_linked(reached) == linked
+    assert world.liveness.central_regions(reached) == linked
 
 
 def test_region_that_does_not_hear_us_is_not_reached() -> None:
