@@ -261,7 +261,8 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
     return SupervisorSpec(
         region=region,
         state_dir=folder,
-        daemon_command=[sys.executable, "-m", "diloco_node.daemon", str(node_file)],
+        # -P: a script beside run.toml that is called as a module, such as queue.py, is not imported in its place.
+        daemon_command=[sys.executable, "-P", "-m", "diloco_node.daemon", str(node_file)],
         learner_command=list(command) or trainer_command(config),
         env={
             TRAINER_VARIABLE: str(trainer_file),

@@ -75,7 +75,7 @@ def test_start_writes_what_daemon_and_trainer_read(
     (spec,) = specs
     folder = tmp_path / "state" / "eu"
     assert (spec.region, spec.state_dir) == ("eu", folder)
-    assert spec.daemon_command == [sys.executable, "-m", "diloco_node.daemon", str(folder / "node.json")]
+    assert spec.daemon_command == [sys.executable, "-P", "-m", "diloco_node.daemon", str(folder / "node.json")]
     assert spec.learner_command == [sys.executable, "-m", "diloco_node.learner"]
     assert spec.env == {
         "DILOCO_TRAINER": str(folder / "trainer.json"),
