@@ -205,7 +205,7 @@ class LearnerWatch:
         if code == 0:  # a handler of the script's, while it still imported?
             last_line = "it ended before attach()" + ", which the life before it had called" * is_early
         if code == 0 and (not is_early or self._early_ends > 1):  # twice: it has found its own result
-            self.state, self.reason = "done", "" if has_attached else f"{self.reason}: {last_line}"
+            self.state, self.reason = "done", "" if has_attached else last_line
             return False
         if memory_kills > self._memory_kills:
             self.reason += ": the kernel had no memory left"

@@ -304,7 +304,7 @@ class _Supervisor:
             write_process(self._spec.state_dir, self._watch.document())
             is_done = self._watch.state == "done"
             if not may_restart or not code:
-                exit_text += f": {'it is done' if is_done else self._watch.reason}"
+                exit_text += f": {self._watch.reason or 'it is done'}"
             if not may_restart:
                 self.say(exit_text)
                 if self._forks is not None and is_done:
