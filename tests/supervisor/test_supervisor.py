@@ -198,7 +198,7 @@ def test_a_learner_that_left_after_a_signal_from_outside_is_started_again(tmp_pa
     assert len(lives(tmp_path, "learner")) == 2
     log = (tmp_path / "logs" / "supervisor.log").read_text()
     assert ": a signal from outside asked it to stop, and the run goes on: starting again in " in log
-    assert log.count(": it ended before attach()") == 1
+    assert log.count(": it is done") == 1
 
 
 def test_no_child_survives_the_supervisor(tmp_path: Path) -> None:
