@@ -45,7 +45,7 @@ class Desk:
         )
         self.ballot = FollowedBallot("a", announced(number), has_contributed=True, digest=DIGEST)
         self.round = FollowedRound(version=1, ballot=self.ballot, contribution=contribution(region))
-        self.audits = AuditPart(context, [self.round, FollowedRound()], lambda fragment, version: bytes([version]) * 32)
+        self.audits = AuditPart(context, [self.round, FollowedRound()])
 
     def follow(self) -> list[object]:
         self.audits.follow(self.round, self.ballot)
@@ -109,7 +109,7 @@ def test_the_row_is_projected_before_the_payload_is_here_and_told_again_when_ask
     assert desk.ballot.drawn.nonces == (desk.nonce("c"),), "the first counts"
     (order,) = desk.take("a", desk.nonce("a"), desk.nonce("c"))
     assert isinstance(order, Project)
-    assert (order.stripes, order.contribution, order.before) == ((), desk.round.contribution, bytes(32))
+    assert (order.stripes, order.contribution) == ((), desk.round.contribution)
     desk.ballot.digest = DIGEST
     (order,) = desk.follow()
     assert isinstance(order, Project)

@@ -208,7 +208,7 @@ async def reduce_here(bench: Bench) -> list[Event]:
     coefficients = (1.0,) * len(MANIFEST.fragments[0].pieces)
     names = (contribution_of("b"),)
     return await bench.do(
-        ReduceStripe(BALLOT, 0, 1, 0, own_stripe.block_start, own_stripe.block_stop, names, (coefficients,), None)
+        ReduceStripe(BALLOT, 0, 1, 0, own_stripe.block_start, own_stripe.block_stop, names, (coefficients,))
     )
 
 
@@ -227,7 +227,7 @@ async def test_a_reduced_stripe_is_told_kept_and_sent(bench: Bench) -> None:
 async def test_a_reduction_without_its_bytes_says_whose_are_missing(bench: Bench) -> None:
     own_stripe = bench.stripes()[0]
     names, coefficients = (contribution_of("c"),), (1.0,) * len(MANIFEST.fragments[0].pieces)
-    order = ReduceStripe(BALLOT, 0, 1, 0, own_stripe.block_start, own_stripe.block_stop, names, (coefficients,), None)
+    order = ReduceStripe(BALLOT, 0, 1, 0, own_stripe.block_start, own_stripe.block_stop, names, (coefficients,))
     assert await bench.do(order) == []
     assert bench.notes[-1].text == "no bytes from c"
     assert bench.table.is_empty
