@@ -73,7 +73,7 @@ def _reading(session: LearnerSession | None) -> Iterator[None]:
 
 
 class SavedStates:
-    """What `state_dict()` of the model, of a module around it, and of their copies gives until the learner leaves.
+    """The answer of `state_dict()` of the model, of a module around it, and of their copies, until the learner leaves.
 
     The region's own weights, which is told once. After `merge` it is the merged ones on rank 0, also of modules below
     wrappers and of a model of Hugging Face inside: scripts save these by themselves. For a model in parts all ranks
