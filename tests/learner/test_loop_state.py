@@ -328,6 +328,7 @@ def test_what_lives_in_the_loop_is_named(
         assert text in warnings[0]
 
 
+@pytest.mark.no_device("there it would be a wait, so such copies are named")
 def test_copies_that_nobody_has_any_more_are_not_named(folder: Path) -> None:
     """They are in circles, as those of compiled models, until Python looks for such."""
     gc.disable()
