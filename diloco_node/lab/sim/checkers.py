@@ -425,7 +425,7 @@ class Checkers:
             if isinstance(body, RoundBody):
                 key = (body.fragment, body.version, body.payload_digest)
                 claimants = {host.name, *memory.claims.get((body.ballot, body.payload_digest), ())}
-                holders = {name for name in claimants if key in self.hosts[name].disk.payloads} | self.liars
+                holders = {name for name in claimants if self.hosts[name].disk.has_had(key)} | self.liars
                 self._check_majority(host, "holders", key, holders)
             elif isinstance(body, MembershipBody):
                 self.members.check_leader(host.core, ledger.cluster_commit_index)

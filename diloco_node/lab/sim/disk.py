@@ -90,6 +90,10 @@ class Disk:
         """Also those that were lost with the disks before."""
         return {**self.lost.all_counters, **self.counters} if self.lost is not None else self.counters
 
+    def has_had(self, key: PayloadKey) -> bool:
+        """Whether the payload is here, or was on a disk before this one that was lost."""
+        return key in self.payloads or (self.lost is not None and self.lost.has_had(key))
+
     def missing_theta_0(self, body: GenesisBody) -> list[int]:
         """The fragments whose first parameters are not here as genesis names them, nor damaged."""
         rotten = {key[0] for key in self.rotten}
