@@ -333,7 +333,7 @@ def _process_fault(document: Document) -> tuple[AlertKind, str] | None:
     is_first_start = state == "running" and not is_founded(document)
     if text(document, "state") == "starting" or is_perhaps_witness or is_first_start:
         return None
-    why = ": its process runs, and has not come to attach() yet" * (state == "running")
+    why = ": its process runs, and is not attached" * (state == "running")
     return kinds.LEARNER_MISSING, f"no learner is attached{why}"
 
 

@@ -373,7 +373,8 @@ class Diloco:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, GeneratorExit) and self._ranks.size > 1:
-            self._warn("the loop ended in a generator: the last steps of several ranks are merged nowhere")
+            if not self._saves.is_over:
+                self._warn("the loop ended in a generator: the last steps of several ranks are merged nowhere")
             try:
                 return self.checkpoint()  # of this rank; it counts if all come here
             finally:
@@ -392,8 +393,7 @@ class Diloco:
         self._terminate.leave()
         try:
             foreign = self._watch.foreign_write() if boundaries is not None and self._watch is not None else ""
-            if boundaries is not None:
-                end_on_final(boundaries, self._warn, foreign)
+            has_result = boundaries is not None and end_on_final(boundaries, self._warn, foreign)
             self.checkpoint()
             # A process that was asked to stop, this or another rank's, has not stopped for good: the next one goes on.
             if boundaries and self._ranks.can_meet and (self.should_stop or boundaries.are_asked_to_stop()):
@@ -404,7 +404,7 @@ class Diloco:
                 for boundary in boundaries.leave(0.0 if foreign else self._terminate.deadline_s):
                     self._crossed(boundary)
                 was_over = self.should_stop and not self.is_interrupted
-                self.is_interrupted = not is_at_end(boundaries, self._warn, was_over=was_over)
+                self.is_interrupted = not is_at_end(boundaries, self._warn, was_over, has_result)
             elif boundaries is not None and session is not None:
                 self.is_interrupted = session.stop_reason is None and (self.should_stop or self._terminate.is_set)
         except BaseException as error:

@@ -38,6 +38,7 @@ from diloco_node.learner.generators import as_stateful
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, local_part
 from diloco_node.learner.loop_state import LoopState
+from diloco_node.learner.model_state import unnoticed
 from diloco_node.learner.optimizer_parts import OptimizerParts
 from diloco_node.learner.ranks import Ranks
 from diloco_node.learner.several_optimizers import scaler_of
@@ -224,9 +225,10 @@ class Checkpointing:
             return
         before_s, self._saved_at_s = self._saved_at_s, time.monotonic()
         try:
-            is_copied = self._writer.save(
-                progress, self._parts, self.stateful, whole=self._whole, is_waiting=is_waiting
-            )
+            with unnoticed():  # an average in `stateful` may read the model
+                is_copied = self._writer.save(
+                    progress, self._parts, self.stateful, whole=self._whole, is_waiting=is_waiting
+                )
         except LearnerError as error:
             self._warn(f"no checkpoints of this learner, a restart begins its state anew: {error}")
             self._writer = None

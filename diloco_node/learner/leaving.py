@@ -102,14 +102,16 @@ def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None], foreig
     return False
 
 
-def is_at_end(boundaries: StepBoundaries, warn: Callable[[str], None], *, was_over: bool) -> bool:
+def is_at_end(boundaries: StepBoundaries, warn: Callable[[str], None], was_over: bool, has_result: bool) -> bool:
     """Share whether the run is over for these ranks: where it ended while they waited to leave, with its parameters.
 
-    was_over: they knew it before they left.
+    was_over: they knew it before they left. has_result: the model held its parameters then.
     """
     reason = (boundaries.session and boundaries.session.stop_reason) or ""
     is_over = bool(boundaries.ranks.share_bytes(reason.encode()))
-    return is_over and (was_over or end_on_final(boundaries, warn))
+    # A process that had to go before the last versions came is followed by another; else nobody waits for them again.
+    is_settled = was_over and (has_result or not boundaries.are_asked_to_stop())
+    return is_over and (is_settled or end_on_final(boundaries, warn))
 
 
 def _place_final(fragments: LearnerFragments, session: LearnerSession | None) -> None:

@@ -161,9 +161,7 @@ class LoopState:
             if name in self._first
         ]
         for module, values in self._others(living):
-            label, first = f"a {type(module).__name__} outside of what attach() was given", self._modules[module]
-            distance = self._distance(values)
-            pairs += [(label, sample_of(tensor), first[name], distance) for name, tensor in values.items()]
+            pairs += _ask(partial(self._pairs, module), values, [])
         self._changes = {}
         for label, new, old, distance in pairs:
             if new.shape != old.shape or new.device != old.device:
@@ -179,6 +177,12 @@ class LoopState:
             self._changes[COPIES] = is_moving
         if self._changes:
             self._change_sum.offer(stack(self._changes.values()).sum())
+
+    def _pairs(self, module: nn.Module, values: dict[str, Tensor]) -> list[tuple[str, Tensor, Tensor, Tensor | int]]:
+        """Samples of a module outside of the model, now and when it was seen first."""
+        label, first = f"a {type(module).__name__} outside of what attach() was given", self._modules[module]
+        distance = self._distance(values)
+        return [(label, sample_of(tensor), first[name], distance) for name, tensor in values.items()]
 
     def _moving_copy(self, living: Iterable[object]) -> Tensor | None:
         """Whether a tensor of no module is a copy of the largest matrix, and has moved since the last look.
@@ -254,13 +258,13 @@ class LoopState:
         own |= {id(tensor) for tensor in _values_of(model).values()} | self._moment_ids()
         modules = [item for item in living if issubclass(type(item), nn.Module)]
         outside = [cast("nn.Module", module) for module in modules if id(module) not in own]
-        inner = {id(child) for module in outside for child in module.__dict__.get("_modules", {}).values()}
+        inner = {id(child) for module in outside for child in [*module.__dict__.get("_modules", {}).values()]}
         pairs = []
         for module in outside:
             values = {} if id(module) in inner else _values_of(module)
             if values := {name: tensor for name, tensor in values.items() if id(tensor) not in own}:
                 first = self._modules.setdefault(module, {})
-                first |= {name: sample_of(tensor) for name, tensor in values.items() if name not in first}
+                first |= _ask(_samples_of, {name: values[name] for name in values.keys() - first.keys()}, {})
                 pairs.append((module, values))
         return pairs
 
@@ -382,6 +386,10 @@ def _values_of(module: nn.Module) -> dict[str, Tensor]:
 def _plain_values(module: nn.Module) -> dict[str, Tensor]:
     pairs = [*module.named_parameters(), *module.named_buffers()]
     return {name: tensor for name, tensor in pairs if _is_plain(tensor)}
+
+
+def _samples_of(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: sample_of(tensor) for name, tensor in values.items()}
 
 
 def _pieces(values: Mapping[str, Tensor]) -> list[tuple[tuple[str, Box | None], Tensor]]:

@@ -211,7 +211,7 @@ def test_a_learner_that_is_started_again_after_it_ended_well_has_not_crashed() -
     document = changed(learner=None, learner_process={"state": "running", "exit_code": 0, "restarts": 1})
     (alert,) = find_alerts(document)
     assert alert.code == "A-LEARNER-MISSING"
-    assert alert.text == "no learner is attached: its process runs, and has not come to attach() yet"
+    assert alert.text == "no learner is attached: its process runs, and is not attached"
 
 
 def test_a_learner_that_ended_is_said_so_before_its_link_is_gone() -> None:

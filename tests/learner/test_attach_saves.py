@@ -1,8 +1,10 @@
 """Models that save the merged weights by themselves, at each level, and state that no checkpoint can keep."""
 
 import copy
+import gc
 import io
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,75 @@ def test_whose_weights_a_script_saves_in_mid_run_is_told_once(
         early.state_dict()
         assert told()[-1].startswith("state_dict() of a copy of the model: unless"), "of the best so far"
     assert not toy.model._state_dict_hooks
+
+
+class Holder(nn.Module):
+    """A module whose names are not those of the model that is attached."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+
+def test_a_state_in_which_nothing_is_merged_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    model[0].requires_grad_(False)
+    model[0].save_pretrained = lambda: None
+    with FakeDaemon(folder), diloco_node.attach(model, torch.optim.SGD(model[1].parameters())) as diloco:
+        diloco.save_merged(model)
+        model[0].state_dict()
+        model.state_dict()
+        assert "own weights" not in caplog.text, "a frozen part is nobody's own"
+        holder = Holder(model)
+        diloco.save_merged(holder)
+        holder.state_dict()
+        assert "state_dict() has none of the merged parameters, by name" in caplog.text
+
+
+@pytest.mark.no_device("torch.save of a model: the CPU build has no storages of a device")
+def test_a_copy_that_is_pickled_is_told_as_a_copy(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    toy = Toy()
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer):
+        pickled(copy.deepcopy(toy.model))
+    assert "state_dict() of a copy of the model: unless" in caplog.text
+    assert "the model is pickled" not in caplog.text
+
+
+class Reader:
+    """A part of `stateful` that reads the model when it is kept, as an average that begins late."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+def test_a_checkpoint_that_reads_the_model_is_no_save(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    toy = Toy()
+    reader = Reader(toy.model)
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer, stateful={"average": reader}) as diloco:
+        toy.step(diloco)
+        diloco.checkpoint()
+        assert "own weights" not in caplog.text
+        reader.state_dict()
+        assert "own weights" in caplog.text
+
+
+def test_a_copy_does_not_keep_the_model_alive(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder):
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            toy.step(diloco)
+            average = copy.deepcopy(toy.model)
+        model = weakref.ref(toy.model)
+        del toy, diloco
+        gc.collect()
+        assert model() is None
+        assert average.state_dict()
 
 
 def test_a_model_that_is_halved_to_be_saved_is_named_at_the_next_step_of_its_optimizer(folder: Path) -> None:

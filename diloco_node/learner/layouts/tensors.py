@@ -6,7 +6,7 @@ whatever the parameter's type and device. Where an optimizer keeps its own float
 and the parameter follows.
 
 A DTensor (FSDP2, tensor parallelism) is the part of it that lies on this rank: nothing here communicates, but for
-`rest_of_state` and `own_state`. Slicing a DTensor itself would gather all of it, once for each slice.
+`host_state`. Slicing a DTensor itself would gather all of it, once for each slice.
 """
 
 from __future__ import annotations
