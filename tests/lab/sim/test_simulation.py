@@ -105,7 +105,6 @@ SEEDS = {
     "half-blames": 6,
     "half-snapshot": 7,
     "old-majority": 4,
-    "removed-leader": 58,
     "unmatched-commit": 7,
 }
 
