@@ -170,7 +170,7 @@ def check_model(config: NodeConfig) -> None:
         json.dump(trainer_settings(config), file)
         file.flush()
         recipe = subprocess.run(
-            [sys.executable, "-m", RECIPE_MODULE, "--check"],
+            [*python_apart(), "-m", RECIPE_MODULE, "--check"],
             env=os.environ | {TRAINER_VARIABLE: file.name},
             capture_output=True,
             text=True,
@@ -261,8 +261,7 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
     return SupervisorSpec(
         region=region,
         state_dir=folder,
-        # -P: a script beside run.toml that is called as a module, such as queue.py, is not imported in its place.
-        daemon_command=[sys.executable, "-P", "-m", "diloco_node.daemon", str(node_file)],
+        daemon_command=[*python_apart(), "-m", "diloco_node.daemon", str(node_file)],
         learner_command=list(command) or trainer_command(config),
         env={
             TRAINER_VARIABLE: str(trainer_file),
@@ -296,12 +295,21 @@ def serving_spec(spec: SupervisorSpec) -> SupervisorSpec:
     return dataclasses.replace(spec, learner_command=None, preload=())
 
 
+def python_apart() -> list[str]:
+    """Python that imports nothing from the folder where it is started, but for this package itself.
+
+    A script beside run.toml that is called as a module of others is, such as queue.py, is not taken in its place.
+    """
+    is_from_here = Path(__file__).resolve().parents[2] == Path.cwd().resolve()
+    return [sys.executable] if is_from_here else [sys.executable, "-P"]
+
+
 def trainer_command(config: NodeConfig) -> list[str]:
     """Command of the built-in trainer or the recipe. torchrun starts several ranks, at a port that it chooses."""
     module = TRAINER_MODULE if config.model.hf is None else RECIPE_MODULE
     ranks = config.model.ranks
     if ranks == 1:
-        return [sys.executable, "-m", module]
+        return [*python_apart(), "-m", module]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [sys.executable, *launcher, "-m", module]
 

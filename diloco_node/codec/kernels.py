@@ -96,8 +96,6 @@ def accumulate(
     """Add one contribution's stripe to the sum: `acc += coefficients[piece] * decoded`, each operation rounded to
     float32.
 
-    With coefficients of -1 and the encoded sum itself, what remains in `acc` is the quantisation residual.
-
     Args:
         payload: bytes of the span. coefficients: shape (pieces,), float32.
         acc: shape (values of the span,), float32; changed in place, and half changed when the bytes are refused.

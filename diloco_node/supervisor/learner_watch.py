@@ -208,7 +208,7 @@ class LearnerWatch:
             self.state, self.reason = "done", "" if has_attached else last_line
             return False
         if memory_kills > self._memory_kills:
-            self.reason += ": the kernel had no memory left"
+            self.reason += ": the kernel had no memory left" if code < 0 else ": the kernel killed something for memory"
         if -code in FROM_OUTSIDE:
             return True
         self.reason += f": {last_line}" * bool(last_line)

@@ -281,7 +281,10 @@ def start_reader(pipe: IO[bytes], write: Callable[[bytes], None]) -> threading.T
 
 
 def give_way(pid: int) -> None:
-    """Lower the priority of a process that has just begun a session: all that it will start inherits it."""
+    """Lower the priority of a process that has just begun a session, and of what it starts in that session.
+
+    Ranks of torchrun have sessions of their own: those keep their share of a machine with few processors.
+    """
     with contextlib.suppress(OSError):
         niceness = os.getpriority(os.PRIO_PROCESS, 0) + LEARNER_NICENESS
         os.setpriority(os.PRIO_PROCESS, pid, min(niceness, LOWEST_NICENESS))

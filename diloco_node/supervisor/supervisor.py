@@ -294,8 +294,8 @@ class _Supervisor:
                 # The run is finished; the learner was told so and writes its last files.
                 self._await_exit(self._learner, time.monotonic() + self._spec.finish_s, is_interruptible=True)
             return final
-        if child is self._daemon and code > 0:
-            exit_text += f": {child.log.last_line()}"
+        if child is self._daemon and code > 0 and (line := child.log.last_line()):
+            exit_text += f": {line}"
         if child is self._learner:
             line, kills = child.log.last_line(), memory_kills()
             may_restart = self._watch.ended(

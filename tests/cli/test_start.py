@@ -76,7 +76,7 @@ def test_start_writes_what_daemon_and_trainer_read(
     folder = tmp_path / "state" / "eu"
     assert (spec.region, spec.state_dir) == ("eu", folder)
     assert spec.daemon_command == [sys.executable, "-P", "-m", "diloco_node.daemon", str(folder / "node.json")]
-    assert spec.learner_command == [sys.executable, "-m", "diloco_node.learner"]
+    assert spec.learner_command == [sys.executable, "-P", "-m", "diloco_node.learner"]
     assert spec.env == {
         "DILOCO_TRAINER": str(folder / "trainer.json"),
         "DILOCO_SPIKES": "warn",
@@ -258,7 +258,7 @@ def test_a_model_of_hugging_face_is_trained_by_its_recipe(tmp_path: Path) -> Non
     settings = start_cmd.trainer_settings(config)
     assert (settings["model"]["hf"], settings["model"]["hf_args"]) == (str(tmp_path / "model"), {"bf16": "true"})
     assert settings["data"]["paths"] == ["hf:owner/name", str(tmp_path / "text.txt")]
-    assert start_cmd.trainer_command(config) == [sys.executable, "-m", start_cmd.RECIPE_MODULE]
+    assert start_cmd.trainer_command(config) == [sys.executable, "-P", "-m", start_cmd.RECIPE_MODULE]
     assert start_cmd.preload_modules(config, ()) == (start_cmd.RECIPE_MODULE, DYNAMO, WARM)
     assert start_cmd.preload_modules(config, ["python", "train.py"]) == ()
     config = resolve(Flag("model.hf", "owner/name", "--set"), Flag("model.ranks", "2", "--set"))

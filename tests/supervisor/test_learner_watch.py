@@ -229,7 +229,7 @@ def test_a_launcher_whose_rank_the_kernel_has_killed_for_want_of_memory_says_so(
     watch = running()
     watch.started(None, now_s=0, memory_kills=3)
     assert watch.ended(1, lived_s=9.0, now_s=9, last_line="train.py FAILED", memory_kills=4)
-    assert watch.reason == "exit code 1 after 9.0 s: the kernel had no memory left: train.py FAILED"
+    assert watch.reason == "exit code 1 after 9.0 s: the kernel killed something for memory: train.py FAILED"
 
 
 def test_a_signal_that_python_does_not_know_has_its_number() -> None:

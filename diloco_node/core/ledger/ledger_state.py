@@ -471,8 +471,8 @@ class LedgerState:
     def _leads_until_ns(self) -> int:
         """Up to when a leader waits for answers of a majority: as long as the most patient follower for the leader.
 
-        Until then hardly anybody else can lead. And a silence that ends is learnt: answers that wait unread on a busy
-        machine would depose one leader after the other, each at the first one.
+        A follower asks for votes after one to two timeouts. And a silence that ends is learnt: answers that wait unread
+        on a busy machine would depose one leader after the other, each at the first one.
         """
         return self._heard_until_ns() + self._election.timeout_ns
 

@@ -7,6 +7,7 @@ learner's contribution keeps name and bytes from ballot to ballot, until the rou
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from diloco_node.core.events import (
     CloseBallot,
@@ -40,6 +41,10 @@ from diloco_node.core.rounds.followed import EarlyArrivals, FollowedBallot, Foll
 from diloco_node.core.rounds.open_round import payload_digest
 from diloco_node.core.rounds.suspicion import LEFT_OUT_SHOWN_MAX, REASON_SHOWN_MAX
 from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody
+
+MEMBERS_AT_ONCE: Final = 8
+"""In ballots of up to so many members the leader is told of each contribution when it is whole: by that it judges who is
+late, or lost. In larger ones these are too many messages for it."""
 
 
 class RoundParticipant:
@@ -236,6 +241,9 @@ class RoundParticipant:
         elif round_.ballot is not None and event.ballot == round_.ballot.number:
             if round_.keep_stripe(round_.ballot, event, self._region):
                 self._dirty.add(fragment)
+                is_small = len(round_.ballot.announcement.members) <= MEMBERS_AT_ONCE
+                if is_small and round_.has_all(round_.ballot, name_of(contribution), self._region):
+                    self._report_stripes(round_, round_.ballot)
         elif round_.ballot is None or event.ballot > round_.ballot.number:
             self._early.keep(event)
 
@@ -303,7 +311,7 @@ class RoundParticipant:
         self._dirty.add(fragment)
 
     def tick(self) -> None:
-        """Tell leaders which contributions have arrived since the last heartbeat, in ballots that last so long.
+        """Tell leaders which contributions have arrived since the last heartbeat, in large ballots that last so long.
 
         One at a time they would be as many messages as the square of the regions, all to the leader.
         """

@@ -173,7 +173,8 @@ class Chaos:
         # Weights, by kind, of the next fault; fixed for the whole run.
         self._odds = SCHEDULES[schedule] | (TROUBLES.get(schedule, {}) if troubles else {})
         if schedule == SWARM:
-            self._odds = _draw_swarm(world.rng, {**TROUBLES, **SCHEDULES} if troubles else SCHEDULES)
+            of_disks = TROUBLES.values() if troubles else ()
+            self._odds = _draw_swarm(world.rng, *(odds for name, odds in SCHEDULES.items() if name != SITES), *of_disks)
         # Each kind begins a fault and returns what heals it; None: it found nothing to strike.
         self._kinds: dict[str, Callable[[], Callable[[], None] | None]] = {
             "daemon killed": self._kill_daemon,
@@ -408,6 +409,6 @@ class Chaos:
         return partial(setattr, host, name, 1)
 
 
-def _draw_swarm(rng: Random, schedules: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    kinds = sorted({kind for name, odds in schedules.items() if name != SITES for kind in odds})
+def _draw_swarm(rng: Random, *schedules: Mapping[str, int]) -> dict[str, int]:
+    kinds = sorted({kind for odds in schedules for kind in odds})
     return {kind: rng.choice((1, 2, 6)) for kind in kinds if rng.random() < SWARM_CHANCE} or dict.fromkeys(kinds, 1)

@@ -27,6 +27,7 @@ from diloco_node.core.messages import (
     ReductionReported,
     StripesReceived,
 )
+from diloco_node.core.rounds import participant
 from diloco_node.core.rounds.followed import EARLY_MAX
 from diloco_node.core.types import Ballot, Stripe
 from tests.kit.participant_kit import (
@@ -52,9 +53,24 @@ def received(*names: str, ballot: Ballot = FIRST) -> StripesReceived:
     return StripesReceived(ballot, tuple(Receipt(name, 1, 1) for name in names))
 
 
+@pytest.fixture
+def _large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ballots are large ones."""
+    monkeypatch.setattr(participant, "MEMBERS_AT_ONCE", 1)
+
+
 # ---- reduce ----------------------------------------------------------------------------------------------------------
 
 
+def test_in_a_small_ballot_a_reducer_says_at_once_what_it_holds() -> None:
+    place = Place()
+    place.open(replace(OPENED, members=("a", "c")))
+    assert told(place.stripes("c")) == [received("c")]
+    assert told(place.stripes("a")) == [received("a", "c")]
+    assert place.tick() == []
+
+
+@pytest.mark.usefixtures("_large")
 def test_reducer_says_what_it_holds_and_reduces_when_all_is_there() -> None:
     place = Place()
     place.open(replace(OPENED, members=("a", "c")))
@@ -75,6 +91,7 @@ def test_reducer_says_what_it_holds_and_reduces_when_all_is_there() -> None:
     assert place.tick() == [], "the report of the sum says it"
 
 
+@pytest.mark.usefixtures("_large")
 def test_a_reducer_tells_the_newest_contribution_of_a_learner() -> None:
     place = Place()
     place.open(replace(OPENED, members=("a", "c")))
@@ -87,6 +104,7 @@ def test_a_reducer_tells_the_newest_contribution_of_a_learner() -> None:
     ]
 
 
+@pytest.mark.usefixtures("_large")
 def test_a_reducer_of_several_stripes_holds_a_contribution_when_it_has_them_all() -> None:
     place = Place()
     cut = (Stripe("a", 0, 1), Stripe("b", 1, 2), Stripe("b", 2, 3), Stripe("c", 3, 5))
