@@ -264,7 +264,8 @@ class LoopState:
             values = {} if id(module) in inner else _values_of(module)
             if values := {name: tensor for name, tensor in values.items() if id(tensor) not in own}:
                 first = self._modules.setdefault(module, {})
-                first |= _ask(_samples_of, {name: values[name] for name in values.keys() - first.keys()}, {})
+                news = {name: values[name] for name in values.keys() - first.keys()}
+                first |= _ask(_samples_of, news, dict[str, Tensor]())
                 pairs.append((module, values))
         return pairs
 

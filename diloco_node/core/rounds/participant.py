@@ -43,7 +43,7 @@ from diloco_node.core.rounds.suspicion import LEFT_OUT_SHOWN_MAX, REASON_SHOWN_M
 from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody
 
 MEMBERS_AT_ONCE: Final = 8
-"""In ballots of up to so many members the leader is told of each contribution when it is whole: by that it judges who is
+"""In ballots of up to so many members the leader is told of each contribution when it is whole: it judges by that who is
 late, or lost. In larger ones these are too many messages for it."""
 
 
