@@ -43,8 +43,8 @@ from diloco_node.core.rounds.suspicion import LEFT_OUT_SHOWN_MAX, REASON_SHOWN_M
 from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody
 
 MEMBERS_AT_ONCE: Final = 8
-"""In ballots of up to so many members the leader is told of each contribution when it is whole: it judges by that who is
-late, or lost. In larger ones these are too many messages for it."""
+"""Up to so many members: the leader is told of each contribution when it is whole, for it judges by that who is late, or
+lost. In larger ballots these are too many messages for it."""
 
 
 class RoundParticipant:
