@@ -43,8 +43,7 @@ from diloco_node.core.rounds.suspicion import LEFT_OUT_SHOWN_MAX, REASON_SHOWN_M
 from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody
 
 MEMBERS_AT_ONCE: Final = 8
-"""Up to so many members: the leader is told of each contribution when it is whole, for it judges by that who is late, or
-lost. In larger ballots these are too many messages for it."""
+"""In larger ballots the leader is not told of each contribution at once: these are too many messages for it."""
 
 
 class RoundParticipant:
