@@ -251,6 +251,12 @@ def test_the_trainer_reads_what_start_has_checked(tmp_path: Path, monkeypatch: p
     ), "all others have the same defaults in the schema and in the trainer"
 
 
+def test_the_package_of_this_folder_is_the_daemons_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a checkout that is not installed would have another daemon, or none."""
+    monkeypatch.chdir(Path(start_cmd.__file__).parents[2])
+    assert start_cmd.python_apart() == [sys.executable]
+
+
 def test_a_model_of_hugging_face_is_trained_by_its_recipe(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     flags = {"model.hf": "model", "data.paths": ["hf:owner/name", "text.txt"], "model.hf_args.bf16": "true"}

@@ -5,8 +5,9 @@ from typing import cast
 import pytest
 
 from diloco_node.lab.sim.daemon_host import DaemonHost
+from diloco_node.lab.sim.fault_storm import SWARM, Chaos
 from diloco_node.lab.sim.simulation import Simulation
-from diloco_node.lab.sim.troubles import Troubles
+from diloco_node.lab.sim.troubles import TROUBLES, Troubles
 from diloco_node.lab.sim.world import SECOND
 
 pytestmark = pytest.mark.world
@@ -20,6 +21,17 @@ def simulation() -> Simulation:
     made.run_until(lambda: made.checkers.commits >= 6)
     assert not made.checkers.violations
     return made
+
+
+def test_a_swarm_draws_troubles_of_disks_too() -> None:
+    made = Simulation(3, regions=3, host_type=DaemonHost)
+    kinds = {kind for odds in TROUBLES.values() for kind in odds}
+
+    def draw() -> set[str]:
+        chaos = Chaos(made.world, made.network, made.hosts, made.checkers, schedule=SWARM, mean_gap_events=100)
+        return kinds & chaos._odds.keys()
+
+    assert set().union(*(draw() for _ in range(40))) == kinds
 
 
 def hosts_of(simulation: Simulation) -> list[DaemonHost]:
