@@ -317,7 +317,7 @@ def test_a_copy_of_a_trainers_model_is_the_regions_and_that_is_told(
     trainer.add_callback(Copier())
     with FakeDaemon(folder):
         trainer.train()
-    assert caplog.text.count("state_dict() of a copy of the model: that holds this region's own weights") == 1
+    assert caplog.text.count("state_dict() of a copy of the model: unless global_state_dict() was loaded into it") == 1
 
 
 def end_with_versions(daemon: FakeDaemon) -> None:

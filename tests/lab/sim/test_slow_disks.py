@@ -50,7 +50,8 @@ def test_a_slow_disk_costs_the_others_one_ballot_at_most(monkeypatch: pytest.Mon
     known_ns = 6 * settings.heartbeat_ns if leads else settings.ballot_deadline_min_ns
     known_s = known_ns / SECOND
     assert max(gaps) <= known_s + 2 * max(usual), f"seed {SEED}"
-    assert len(gaps) >= len(usual) / USUAL_S * (SLOW_S - 1.6 * known_s), f"seed {SEED}"
+    # One more or less begins in the usual time.
+    assert len(gaps) >= (len(usual) - 1) / USUAL_S * (SLOW_S - 1.6 * known_s), f"seed {SEED}"
     assert small.sim.checkers.violations == [], f"seed {SEED}"
 
 
