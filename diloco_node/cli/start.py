@@ -268,6 +268,7 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
             ON_SPIKE_VARIABLE: config.learner.on_spike,
             ENCODER_VARIABLE: config.learner.encode,
             PLACE_VARIABLE: place_of(config, region),
+            **({} if command or config.model.ranks == 1 else ranks_apart()),
         },
         hang_s=config.learner.hang.ns / 1e9,
         stop_s=config.learner.stop_grace.ns / 1e9,
@@ -304,6 +305,11 @@ def python_apart() -> list[str]:
     return [sys.executable] if is_from_here else [sys.executable, "-P"]
 
 
+def ranks_apart() -> dict[str, str]:
+    """The same for ranks that torchrun starts, as variables of the environment."""
+    return dict.fromkeys(["PYTHONSAFEPATH"] * ("-P" in python_apart()), "1")
+
+
 def trainer_command(config: NodeConfig) -> list[str]:
     """Command of the built-in trainer or the recipe. torchrun starts several ranks, at a port that it chooses."""
     module = TRAINER_MODULE if config.model.hf is None else RECIPE_MODULE
@@ -311,7 +317,7 @@ def trainer_command(config: NodeConfig) -> list[str]:
     if ranks == 1:
         return [*python_apart(), "-m", module]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [sys.executable, *launcher, "-m", module]
+    return [*python_apart(), *launcher, "-m", module]
 
 
 def preload_modules(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:

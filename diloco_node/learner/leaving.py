@@ -105,13 +105,15 @@ def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None], foreig
 def is_at_end(boundaries: StepBoundaries, warn: Callable[[str], None], was_over: bool, has_result: bool) -> bool:
     """Share whether the run is over for these ranks: where it ended while they waited to leave, with its parameters.
 
-    was_over: they knew it before they left. has_result: the model held its parameters then.
+    was_over: they knew it before they left. has_result: the model held its parameters then. A region that was removed
+    has none to wait for.
     """
-    reason = (boundaries.session and boundaries.session.stop_reason) or ""
-    is_over = bool(boundaries.ranks.share_bytes(reason.encode()))
+    session = boundaries.session
+    end = b"" if session is None or not session.stop_reason else b"result" if session.final_versions else b"none"
+    end = boundaries.ranks.share_bytes(end)
     # A process that had to go before the last versions came is followed by another; else nobody waits for them again.
-    is_settled = was_over and (has_result or not boundaries.are_asked_to_stop())
-    return is_over and (is_settled or end_on_final(boundaries, warn))
+    is_settled = was_over and (has_result or end == b"none" or not boundaries.are_asked_to_stop())
+    return bool(end) and (is_settled or end_on_final(boundaries, warn))
 
 
 def _place_final(fragments: LearnerFragments, session: LearnerSession | None) -> None:

@@ -7,6 +7,7 @@ from budget_link import Found, RoundTrips, Sample, quantile
 
 from diloco_node.config.units import parse_rate
 from diloco_node.lab.wan.topology import parse_topology
+from tests.kit.wan_probe import rate_of, rtt_ns_of
 
 
 def found(samples: list[Sample], *, settle_s: float = 0.0) -> Found:
@@ -90,5 +91,5 @@ def test_reports_show_each_arm_and_what_it_is_measured_beside() -> None:
 def test_the_slow_lines_of_the_benchmark_are_valid() -> None:
     topology = parse_topology(control_wan.TOPOLOGY, name="slow")
     assert topology.names == ("a", "b", "idle-a", "idle-b")
-    assert topology.rate("a", "b") == topology.rate("idle-a", "idle-b") == parse_rate("10Mbit/s")
-    assert topology.rtt_ns("a", "b") == topology.rtt_ns("idle-b", "idle-a") == 40_000_000
+    assert rate_of(topology, "a", "b") == rate_of(topology, "idle-a", "idle-b") == parse_rate("10Mbit/s")
+    assert rtt_ns_of(topology, "a", "b") == rtt_ns_of(topology, "idle-b", "idle-a") == 40_000_000

@@ -17,6 +17,7 @@ from diloco_node.config.units import parse_rate
 from diloco_node.lab.wan.control import request
 from diloco_node.lab.wan.topology import parse_topology
 from diloco_node.lab.wan.tun import inside
+from tests.kit.wan_probe import rate_of
 
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0, reason="network namespaces need root: NOTHING of the benchmark's counting is tested here"
@@ -67,7 +68,7 @@ def test_arms_and_the_topology_of_the_benchmark_are_valid() -> None:
     options = argparse.Namespace(arms="bare,ours,iperf3", connections="1,auto")
     assert link_wan.arms(options) == [("bare", ""), ("ours", "1"), ("ours", "auto"), ("iperf3", "")]
     text = link_wan.TOPOLOGY.format(queue_ms=50, rtt="40ms", loss="1%", rate="5Gbit/s")
-    assert parse_topology(text, name="link").rate("a", "b") == parse_rate("5Gbit/s")
+    assert rate_of(parse_topology(text, name="link"), "a", "b") == parse_rate("5Gbit/s")
 
 
 @pytest.mark.system

@@ -18,6 +18,7 @@ from peers_network import LINKS, Network
 from diloco_node.config.units import parse_rate
 from diloco_node.lab.wan.namespaces import Place
 from diloco_node.lab.wan.topology import parse_topology
+from tests.kit.wan_probe import rate_of
 
 NETWORK = Network([Place(name, "diloco-peers-all", "127.0.0.1") for name in "ab"])
 FIGURES = {
@@ -42,7 +43,7 @@ def arm_with(folder: Path, *logs: list[dict[str, Any]]) -> Arm:
 @pytest.mark.parametrize("link", list(LINKS)[1:])
 def test_each_link_is_a_topology_and_keeps_its_rates(link: str, regions: int) -> None:
     topology = parse_topology(peers_network.topology(link, regions), name=link).first(regions)
-    out, back = (topology.rate(*pair) for pair in (topology.names[:2], topology.names[1::-1]))
+    out, back = (rate_of(topology, *pair) for pair in (topology.names[:2], topology.names[1::-1]))
     assert out == back
     assert out == parse_rate({"1g": "1Gbit/s", "2g": "2Gbit/s", "lossy": "200Mbit/s", "home": "100Mbit/s"}[link])
 

@@ -17,6 +17,7 @@ from diloco_node.config.units import parse_rate
 from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.lab.wan.topology import parse_topology
 from diloco_node.learner.builtin.data import Corpus
+from tests.kit.wan_probe import rate_of, rtt_ns_of
 
 
 def log(*, step_s: float, steps: int, sent: int, first_s: float = 100.0) -> list[dict[str, Any]]:
@@ -133,8 +134,8 @@ def test_topology_and_settings_of_the_benchmark_are_valid() -> None:
     text = wan.TOPOLOGY.format(queue_ms=wan.QUEUE_MS, rtt_us=8000)
     text += "".join(f'\n[regions.{region}]\negress = "{rate}bit/s"\n' for region in wan.REGIONS)
     topology = parse_topology(text, name="scaled")
-    assert topology.rtt_ns(name, "us-west") == 8_000_000
-    assert topology.rate(name, "us-west") == parse_rate(f"{rate}bit/s")
+    assert rtt_ns_of(topology, name, "us-west") == 8_000_000
+    assert rate_of(topology, name, "us-west") == parse_rate(f"{rate}bit/s")
 
 
 def spec(folder: Path, **changes: Any) -> wan_learner.Spec:

@@ -152,7 +152,8 @@ def test_several_ranks_of_the_built_in_trainer_are_started_by_torchrun(specs: li
     assert main(["start", "--region", "eu", "--set", "model.ranks=2", "--set", "model.shard=fsdp"]) == 6  # as above
     spec = specs[0]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert spec.learner_command == [sys.executable, *launcher, "-m", "diloco_node.learner"]
+    assert spec.learner_command == [sys.executable, "-P", *launcher, "-m", "diloco_node.learner"]
+    assert spec.env["PYTHONSAFEPATH"] == "1", "of each rank"
     assert spec.learner_command is not None
     assert forkable_command(spec.learner_command) == (
         0,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from diloco_node.config.units import Rate
 from diloco_node.errors import DilocoError
 from diloco_node.lab.wan.namespaces import Place
 from diloco_node.lab.wan.topology import Pair, Topology
@@ -38,6 +39,17 @@ _STAMP: Final = struct.Struct("=qq")
 _SO_TIMESTAMPNS: Final = 35
 _TCP_WINDOW_CLAMP: Final = 10
 _ZEROS: Final = b"\0" * CHUNK_BYTES
+
+
+def rtt_ns_of(topology: Topology, source: str, target: str) -> int:
+    """There and back, without queues."""
+    return topology.paths[source, target].delay_ns + topology.paths[target, source].delay_ns
+
+
+def rate_of(topology: Topology, source: str, target: str) -> Rate:
+    """Of a pair when nothing else is sent: the slowest part of the way."""
+    rates = [topology.region(source).egress, topology.region(target).ingress, topology.paths[source, target].rate]
+    return min(rate for rate in rates if rate is not None)
 
 
 def ping(
@@ -154,10 +166,10 @@ def transfer(topology: Topology, source: Place, target: Place, *, seconds: float
     Returns:
         None when the connection failed or moved too little to tell.
     """
-    rtt_ns = topology.rtt_ns(source.region, target.region)
-    rate = topology.rate(source.region, target.region).bytes_per_s
-    window = max(65_536, rate * (rtt_ns + topology.queue_ns // 2) // NS_PER_S)
-    skip_ns = SLOW_START_TRIPS * rtt_ns + 50_000_000
+    trip_ns = rtt_ns_of(topology, source.region, target.region)
+    expected = rate_of(topology, source.region, target.region).bytes_per_s
+    window = max(65_536, expected * (trip_ns + topology.queue_ns // 2) // NS_PER_S)
+    skip_ns = SLOW_START_TRIPS * trip_ns + 50_000_000
     # (when, bytes so far) at the receiving end: written by its thread alone, read when that has ended.
     marks: list[tuple[int, int]] = []
     try:

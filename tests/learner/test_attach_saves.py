@@ -7,7 +7,8 @@ import signal
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -148,19 +149,80 @@ class Holder(nn.Module):
         self.net = net
 
 
-def test_a_state_in_which_nothing_is_merged_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+class Forked(nn.Module):
+    """A layer at the top, and one of the same name further down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Linear(3, 3)
+        self.down = nn.Module()
+        self.down.conv = nn.Linear(3, 3)
+
+
+def test_a_parameter_is_known_by_itself_and_not_by_its_name(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, teacher = Forked(), Forked()
+    holder = Holder(model)
+    model.save_pretrained = lambda: model.state_dict()
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, torch.optim.SGD(model.parameters())) as diloco:
+        for fragment, theta in enumerate(daemon.theta):
+            daemon.commit(fragment, theta + 1, -1)
+        diloco.settle(0.2)
+        with torch.no_grad():
+            model.conv.weight.zero_()
+            model.down.conv.weight.zero_()
+        merged = diloco.global_state_dict()
+        diloco.save_merged(model.down)
+        assert torch.equal(model.down.state_dict()["conv.weight"], merged["down.conv.weight"])
+        assert not model.state_dict()["conv.weight"].any()
+        assert "state_dict() of a part of the model holds" in caplog.text
+        diloco.save_merged(model)
+        diloco.save_merged(holder)
+        for name, value in merged.items():
+            assert torch.equal(holder.state_dict()[f"net.{name}"], value)
+            assert torch.equal(nn.ModuleDict({"a": model}).state_dict()[f"a.{name}"], value)
+            assert torch.equal(model.save_pretrained()[name], value)
+        assert "changes nothing" not in caplog.text
+        diloco.save_merged(teacher)
+        assert "save_merged() of a module that has none of the run's parameters changes nothing" in caplog.text
+        assert torch.equal(teacher.state_dict()["conv.weight"], teacher.conv.weight)
+
+
+def test_a_frozen_part_is_nobodys_own_and_any_other_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
     model[0].requires_grad_(False)
-    model[0].save_pretrained = lambda: None
     with FakeDaemon(folder), diloco_node.attach(model, torch.optim.SGD(model[1].parameters())) as diloco:
-        diloco.save_merged(model)
         model[0].state_dict()
+        assert "own weights" not in caplog.text
+        model[1].state_dict()
+        assert caplog.text.count("state_dict() in mid-run holds this region's own weights") == 1
+        diloco.save_merged(model)
         model.state_dict()
-        assert "own weights" not in caplog.text, "a frozen part is nobody's own"
-        holder = Holder(model)
-        diloco.save_merged(holder)
-        holder.state_dict()
-        assert "state_dict() has none of the merged parameters, by name" in caplog.text
+        model[0].state_dict()
+        assert "of a part of the model" not in caplog.text
+        model[1].state_dict()
+        assert "state_dict() of a part of the model holds this region's own weights" in caplog.text
+
+
+def test_a_merged_state_that_is_loaded_again_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As averages do that are put in for an evaluation, and out again."""
+    toy = Toy()
+    with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        toy.model.load_state_dict(toy.model.state_dict())
+        diloco.save_merged(toy.model)
+        toy.model.load_state_dict(diloco.own_state_dict())
+        assert "undoes this region's last steps" not in caplog.text
+        toy.model.load_state_dict(toy.model.state_dict())
+        assert caplog.text.count("load_state_dict() in mid-run: since save_merged() a state_dict() has the merged") == 1
+        assert daemon.theta
+
+
+def test_ranks_that_save_beside_rank_0_are_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    toy = Toy()
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        diloco.save_merged(toy.model)
+        diloco._saves._ranks = cast(Any, SimpleNamespace(is_first=False))
+        assert torch.equal(toy.model.state_dict()["0.weight"], dict(toy.model.named_parameters())["0.weight"])
+        assert "state_dict() of this rank holds this region's own weights, that of rank 0 the merged" in caplog.text
 
 
 @pytest.mark.no_device("torch.save of a model: the CPU build has no storages of a device")
@@ -190,10 +252,11 @@ def test_a_checkpoint_that_reads_the_model_is_no_save(folder: Path, caplog: pyte
     reader = Reader(toy.model)
     with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer, stateful={"average": reader}) as diloco:
         toy.step(diloco)
+        reader.model = copy.deepcopy(toy.model)
         diloco.checkpoint()
         assert "own weights" not in caplog.text
         reader.state_dict()
-        assert "own weights" in caplog.text
+        assert "state_dict() of a copy" in caplog.text
 
 
 def test_a_copy_does_not_keep_the_model_alive(folder: Path) -> None:

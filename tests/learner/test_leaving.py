@@ -20,6 +20,7 @@ from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
 from diloco_node.learner import leaving
 from diloco_node.learner.attach import Diloco
+from diloco_node.learner.boundary import StepBoundaries
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.process_signals import STOP_VARIABLE
 from diloco_node.wire.learner_link import NO_SNAPSHOT, Done, EndWanted, OfferApplied, RunAdvanced, SnapshotReady, Warned
@@ -103,6 +104,38 @@ def test_a_run_that_ends_while_a_process_waits_to_leave_leaves_its_result(
         is_late = versions_after_s > stop_s  # else a script would save this model as the result
         assert (diloco.is_interrupted, holds_result(toy, daemon)) == (is_late, not is_late)
         assert isinstance(daemon.said[-1], Done) is not is_late
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_must_go_before_the_last_versions_came_is_not_done(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one waits for them; `done` would leave the region without a result."""
+    monkeypatch.setenv(STOP_VARIABLE, "1")
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            toy.step(diloco)
+            daemon.stop_learner("run.steps is reached", tuple(version + 1 for version in daemon.versions))
+            timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+            timer.start()
+            steps_until_stop(toy, diloco)
+            assert not diloco.is_interrupted
+        timer.join()
+        assert diloco.is_interrupted
+        assert not any(isinstance(message, Done) for message in daemon.said)
+
+
+def test_a_learner_of_a_removed_region_has_no_result_to_wait_for(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            toy.step(diloco)
+            daemon.stop_learner("the region was removed")
+            steps_until_stop(toy, diloco)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert not diloco.is_interrupted
+        assert isinstance(daemon.wait_for(Done), Done)
 
 
 # ---- the result ------------------------------------------------------------------------------------------------------
@@ -239,6 +272,14 @@ def test_a_model_in_another_type_holds_the_rounded_result(folder: Path) -> None:
 
 def test_versions_that_do_not_come_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaving, "FINAL_WAIT_S", 0.05)
+    waits: list[float] = []
+    settle = StepBoundaries.settle
+
+    def note(boundaries: StepBoundaries, seconds: float, **options: Any) -> Any:
+        waits.append(seconds)
+        return settle(boundaries, seconds, **options)
+
+    monkeypatch.setattr(StepBoundaries, "settle", note)
     toy = Toy()
     with FakeDaemon(folder) as daemon:
         with diloco_node.attach(toy.model, toy.optimizer) as diloco:
@@ -246,6 +287,8 @@ def test_versions_that_do_not_come_are_told(folder: Path, monkeypatch: pytest.Mo
             steps_until_stop(toy, diloco)
             before = toy.flat()
         assert toy.flat() == before
+        assert len(waits) > 1
+        assert [seconds > 0 for seconds in waits] == [True] + [False] * (len(waits) - 1), "once, over all that wait"
         assert "its last versions did not come here: take final.safetensors" in daemon.wait_for(Warned).text
 
 

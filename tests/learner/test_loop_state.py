@@ -391,6 +391,16 @@ def test_objects_that_fail_at_a_look_end_no_learner(folder: Path) -> None:
     assert len(objects) == 2
 
 
+def test_a_module_whose_memory_is_gone_ends_no_learner(folder: Path) -> None:
+    with Loop(folder, plain()) as loop:
+        beside = nn.Linear(3, 3)
+        loop.step()
+        assert not loop.checkpoint()
+        beside.weight.data.untyped_storage().resize_(0)  # as a sharded module's between its steps
+        loop.step()
+        assert not loop.checkpoint()
+
+
 def test_moments_that_a_wrapper_leaves_out_of_its_state_are_named(folder: Path) -> None:
     model = plain()
     with Loop(folder, model) as loop:

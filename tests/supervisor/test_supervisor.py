@@ -43,20 +43,27 @@ def test_it_says_which_learner_it_waits_for(tmp_path: Path) -> None:
     assert "--data 'a file') to attach; importing torch and building the model takes 15 to 40 s" in line
 
 
-@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="this kernel does not share by sessions")
 def test_the_learner_and_what_it_starts_give_way_to_the_daemon(tmp_path: Path) -> None:
     """Within a session by niceness; Linux gives sessions equal shares, unless their niceness says otherwise."""
-    look = "import os, sys\nniceness = os.getpriority(os.PRIO_PROCESS, 0)\n"
-    look += "sys.stderr.write(f'{niceness} {open(\"/proc/self/autogroup\").read().split()[-1]}\\n')\n"
+    autogroup = Path("/proc/self/autogroup")
+    look = "import os, sys, pathlib\ngroup = pathlib.Path('/proc/self/autogroup')\n"
+    look += "words = [os.getsid(0), os.getpriority(os.PRIO_PROCESS, 0)]\n"
+    look += "words += group.read_text().split()[-1:] if group.exists() else []\n"
+    look += "sys.stderr.write(' '.join(map(str, words)) + '\\n')\n"
     (tmp_path / "look.py").write_text(look)
     daemon = NOTE + f"wait_for('learner', 1)\n{look}"
     learner = NOTE + f"{look}\nos.system(f'{{sys.executable}} {tmp_path}/look.py')\nnote('learner')"
+    levels = [os.getpriority(os.PRIO_PROCESS, 0)]
+    levels += [int(autogroup.read_text().split()[-1])] if autogroup.exists() else []
     assert run_supervisor(spec(tmp_path, daemon, learner)) == 0
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    own_session = int(Path("/proc/self/autogroup").read_text().split()[-1])
-    lower, lower_session = (min(niceness + LEARNER_NICENESS, LOWEST_NICENESS) for niceness in (own, own_session))
-    assert (tmp_path / "logs" / "daemon.log").read_text() == f"{own} {own_session}\n"
-    assert (tmp_path / "logs" / "learner.log").read_text() == f"{lower} {lower_session}\n" * 2
+    lower = [min(level + LEARNER_NICENESS, LOWEST_NICENESS) for level in levels]
+    session = lives(tmp_path, "learner")[0]
+    assert (tmp_path / "logs" / "daemon.log").read_text() == words_of(os.getsid(0), *levels)
+    assert (tmp_path / "logs" / "learner.log").read_text() == words_of(session, *lower) * 2
+
+
+def words_of(*numbers: int) -> str:
+    return " ".join(map(str, numbers)) + "\n"
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, DISK_CODE, 6, 7])

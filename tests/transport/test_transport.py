@@ -15,10 +15,12 @@ from diloco_node.core.messages import Payload, PayloadRequested, RequestVoteRepl
 from diloco_node.errors import BindError, ConfigError, IdentityError, LinkLost
 from diloco_node.lab.demo.region_processes import free_ports
 from diloco_node.transport import outbound, streams
+from diloco_node.transport import transport as transport_module
 from diloco_node.transport.link_status import LinkState
 from diloco_node.transport.streams import dial
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
+from diloco_node.wire.envelope import encode_control
 from tests.kit.ports import free_port
 from tests.kit.transport_kit import (
     DEADLINE_S,
@@ -179,6 +181,23 @@ async def test_control_messages_beyond_the_queue_are_dropped_and_counted(mesh: M
     assert dropped >= 99
     await at_b.until(lambda: len(at_b.messages) == count - dropped)
     assert at_a.is_up["b"]
+
+
+async def test_what_goes_to_all_is_encoded_once(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, _, _, at_b = await mesh.pair()
+    encoded = []
+
+    def note(message: Any) -> bytes:
+        encoded.append(message)
+        return encode_control(message)
+
+    monkeypatch.setattr(transport_module, "encode_control", note)
+    first, second = RequestVoteReply(1, True, True, b""), RequestVoteReply(2, True, True, b"")
+    for message in (first, first, second, first):
+        a.send("b", message)
+    await at_b.until(lambda: len(at_b.messages) == 4)
+    assert [message for _, message in at_b.messages] == [first, first, second, first]
+    assert encoded == [first, second, first]
 
 
 async def test_messages_without_a_link_are_dropped(mesh: Mesh) -> None:

@@ -446,7 +446,6 @@ class RoundLeader:
         self._note("abandoned", f"ballot {round_.ballot}: {reason}", round_)
         del self.rounds[round_.fragment]
         self._agenda.on_abandon(round_.fragment, now_ns=now_ns)
-        self._is_stale = True
 
     def _note(self, kind: str, text: str, round_: OpenRound) -> None:
         self._effects.note(kind, text, fragment=round_.fragment, version=round_.version)

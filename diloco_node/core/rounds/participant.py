@@ -240,9 +240,8 @@ class RoundParticipant:
         elif round_.ballot is not None and event.ballot == round_.ballot.number:
             if round_.keep_stripe(round_.ballot, event, self._region):
                 self._dirty.add(fragment)
-                is_small = len(round_.ballot.announcement.members) <= MEMBERS_AT_ONCE
-                if is_small and round_.has_all(round_.ballot, name_of(contribution), self._region):
-                    self._report_stripes(round_, round_.ballot)
+                if len(round_.ballot.announcement.members) <= MEMBERS_AT_ONCE:
+                    self._tell_receipts(round_, round_.ballot)
         elif round_.ballot is None or event.ballot > round_.ballot.number:
             self._early.keep(event)
 
@@ -315,11 +314,8 @@ class RoundParticipant:
         One at a time they would be as many messages as the square of the regions, all to the leader.
         """
         for round_ in self.rounds:
-            ballot = round_.ballot
-            if ballot is None or not ballot.is_reducing(self._region):
-                continue
-            if round_.received_names(ballot, self._region) != ballot.told_names:
-                self._report_stripes(round_, ballot)
+            if round_.ballot is not None:
+                self._tell_receipts(round_, round_.ballot)
 
     def pump(self) -> None:
         """Do everything that can be done now."""
@@ -442,6 +438,11 @@ class RoundParticipant:
         self.audits.repeat(ballot)
         digests = tuple(ballot.merged_digests.get(index, b"") for index in range(len(ballot.announcement.stripes)))
         self._effects.send(ballot.leader, MergedReceived(ballot.number, digests))
+
+    def _tell_receipts(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
+        """Tell of contributions that have arrived, if the leader does not know; the report of a sum says it as well."""
+        if ballot.is_reducing(self._region) and round_.received_names(ballot, self._region) != ballot.told_names:
+            self._report_stripes(round_, ballot)
 
     def _report_stripes(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
         ballot.told_names = round_.received_names(ballot, self._region)

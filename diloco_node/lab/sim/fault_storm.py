@@ -115,6 +115,9 @@ SCHEDULES: dict[str, dict[str, int]] = {
 }
 """Odds of each fault, by schedule."""
 
+OF_FAST_EFFECTS = frozenset({"donors busy", "slow outer steps"})
+"""Kinds that the daemon's own effects know nothing of."""
+
 ODDS = {"usual": 5, "elections": 3, "gray": 2, "away": 1}
 """How often a seed draws each schedule."""
 
@@ -175,6 +178,8 @@ class Chaos:
         if schedule == SWARM:
             of_disks = TROUBLES.values() if troubles else ()
             self._odds = _draw_swarm(world.rng, *(odds for name, odds in SCHEDULES.items() if name != SITES), *of_disks)
+            if troubles:
+                self._odds = {kind: odds for kind, odds in self._odds.items() if kind not in OF_FAST_EFFECTS}
         # Each kind begins a fault and returns what heals it; None: it found nothing to strike.
         self._kinds: dict[str, Callable[[], Callable[[], None] | None]] = {
             "daemon killed": self._kill_daemon,

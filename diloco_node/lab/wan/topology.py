@@ -176,15 +176,6 @@ class Topology:
                 return region
         raise ConfigError(f"region {name!r} is not in topology {self.name}; it has {', '.join(self.names)}")
 
-    def rtt_ns(self, source: str, target: str) -> int:
-        """There and back, without queues."""
-        return self.paths[source, target].delay_ns + self.paths[target, source].delay_ns
-
-    def rate(self, source: str, destination: str) -> Rate:
-        """Return the rate of a pair when nothing else is sent: the slowest part of the way."""
-        rates = [self.region(source).egress, self.region(destination).ingress, self.paths[source, destination].rate]
-        return min(rate for rate in rates if rate is not None)
-
     def first(self, count: int) -> Topology:
         """The same with its first regions only; outages that name others are left out.
 

@@ -2,7 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
+
 from diloco_node.core.events import MessageArrived, PersistLedger, Send
+from diloco_node.core.ledger import replication
+from diloco_node.core.ledger.entries import encode_entry
 from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.replication import BASE_AGAIN_MESSAGES, Follower
@@ -139,6 +143,18 @@ def test_a_follower_whose_entries_are_gone_gets_the_base_and_then_entries() -> N
     batch = follower.next_message(log, term=1, sequence=3, commit_index=20)
     assert isinstance(batch, AppendEntries)
     assert (batch.previous_index, batch.entries) == (10, ENTRIES[10:])
+
+
+@pytest.mark.parametrize(("bytes_max", "count"), [(1, 1), (2, 2), (3, 3), (1000, 20)])
+def test_a_batch_is_as_long_as_a_message_may_be_and_has_at_least_one_entry(
+    monkeypatch: pytest.MonkeyPatch, bytes_max: int, count: int
+) -> None:
+    monkeypatch.setattr(replication, "BATCH_BYTES_MAX", bytes_max * max(len(encode_entry(entry)) for entry in ENTRIES))
+    message = Follower(next_index=1, answered_ns=0).next_message(
+        ReplicaLog(ENTRIES), term=1, sequence=1, commit_index=20
+    )
+    assert isinstance(message, AppendEntries)
+    assert message.entries == ENTRIES[:count]
 
 
 def test_a_base_that_is_refused_is_not_sent_with_each_heartbeat() -> None:

@@ -11,6 +11,7 @@ from diloco_node.core.messages import (
     Declined,
     PayloadDurable,
     Receipt,
+    ReductionReported,
     ReusedStripe,
     StripesReceived,
 )
@@ -333,6 +334,20 @@ def test_member_lost_before_its_stripes_arrived_starts_another_ballot() -> None:
     again = ballots(office.go())[0]
     assert again.members == ("a", "b")
     assert again.reused == (ReusedStripe("b", 0),)
+
+
+def test_the_report_of_a_sum_says_that_its_contributions_have_arrived() -> None:
+    """A reducer of a large ballot that is quick tells nothing else."""
+    office = Office()
+    announcement = office.open()
+    office.contribute(announcement)
+    office.go()
+    width, rows = pieces(0), tuple((1.0,) * pieces(0) for _ in REGIONS)
+    first = announcement.stripes[0].reducer
+    office.answer(first, ReductionReported(announcement.ballot, 0, (1.0,) * width, rows, bytes(32)))
+    round_ = office.leader.rounds[0]
+    assert all(round_.is_received(name, [0]) for name in REGIONS)
+    assert not any(round_.is_received(name) for name in REGIONS)
 
 
 def test_passed_deadline_goes_on_with_what_has_arrived() -> None:

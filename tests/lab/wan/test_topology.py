@@ -10,13 +10,13 @@ from diloco_node.lab.wan.topology import Path as WanPath
 from diloco_node.lab.wan.topology import (
     PathChange,
     Scope,
-    Topology,
     load_topology,
     parse_change,
     parse_loss,
     parse_topology,
 )
 from tests.kit.repository import ROOT
+from tests.kit.wan_probe import rate_of, rtt_ns_of
 
 NETEM = ROOT / "netem"
 MS = 10**6
@@ -32,30 +32,20 @@ ingress = "500Mbit/s"
 LINK = '[[links]]\nbetween = ["a", "b"]\nrtt = "41ms"\n'
 
 
-def rtt_ns(topology: Topology, source: str, target: str) -> int:
-    return topology.paths[source, target].delay_ns + topology.paths[target, source].delay_ns
-
-
-def rate(topology: Topology, source: str, target: str) -> Rate:
-    """Of a pair when nothing else is sent: the slowest part of the way."""
-    rates = [topology.region(source).egress, topology.region(target).ingress, topology.paths[source, target].rate]
-    return min(rate for rate in rates if rate is not None)
-
-
 def test_a_link_between_two_regions_is_half_its_round_trip_each_way() -> None:
     topology = parse_topology(TWO + LINK + 'jitter = "2ms"\nloss = "0.25%"\nrate = "100Mbit/s"\n', name="t")
     assert topology.names == ("a", "b")
-    assert rtt_ns(topology, "a", "b") == 41 * MS
+    assert rtt_ns_of(topology, "a", "b") == 41 * MS
     for pair in (("a", "b"), ("b", "a")):
         path = topology.paths[pair]
         assert (path.delay_ns, path.jitter_ns, path.loss_ppm) == (20_500_000, 2 * MS, 2500)
-        assert rate(topology, *pair).bytes_per_s == 100 * 10**6 // 8
+        assert rate_of(topology, *pair).bytes_per_s == 100 * 10**6 // 8
 
 
 def test_the_rate_of_a_pair_is_the_slowest_part_of_its_way() -> None:
     topology = parse_topology(TWO + LINK, name="t")
-    assert rate(topology, "a", "b").bytes_per_s == GBIT // 2
-    assert rate(topology, "b", "a").bytes_per_s == GBIT
+    assert rate_of(topology, "a", "b").bytes_per_s == GBIT // 2
+    assert rate_of(topology, "b", "a").bytes_per_s == GBIT
     assert topology.region("a").ingress == topology.region("a").egress
 
 
@@ -171,12 +161,12 @@ def test_the_shipped_files_are_whole_and_plausible(name: str, regions: int) -> N
     topology = load_topology(NETEM / f"{name}.toml")
     assert len(topology.names) == regions
     for one, other in topology.paths:
-        assert 5 * MS <= rtt_ns(topology, one, other) <= 400 * MS
+        assert 5 * MS <= rtt_ns_of(topology, one, other) <= 400 * MS
         for middle in topology.names:
             if name in ("us-4", "world-8") and middle not in (one, other):
                 # No detour through a third region is much shorter than the way itself.
-                assert rtt_ns(topology, one, middle) + rtt_ns(topology, middle, other) > 0.8 * rtt_ns(
+                assert rtt_ns_of(topology, one, middle) + rtt_ns_of(topology, middle, other) > 0.8 * rtt_ns_of(
                     topology, one, other
                 )
     if name in ("us-4", "world-8"):
-        assert all(2 * GBIT <= rate(topology, *pair).bytes_per_s <= 5 * GBIT for pair in topology.paths)
+        assert all(2 * GBIT <= rate_of(topology, *pair).bytes_per_s <= 5 * GBIT for pair in topology.paths)
