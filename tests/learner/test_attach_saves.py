@@ -181,6 +181,7 @@ def test_a_parameter_is_known_by_itself_and_not_by_its_name(folder: Path, caplog
             assert torch.equal(holder.state_dict()[f"net.{name}"], value)
             assert torch.equal(nn.ModuleDict({"a": model}).state_dict()[f"a.{name}"], value)
             assert torch.equal(model.save_pretrained()[name], value)
+        assert torch.equal(model.down.state_dict()["conv.weight"], merged["down.conv.weight"]), "as it was asked for"
         assert "changes nothing" not in caplog.text
         diloco.save_merged(teacher)
         assert "save_merged() of a module that has none of the run's parameters changes nothing" in caplog.text

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import logging
 import random
 import shutil
 import tempfile
@@ -16,14 +14,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 import diloco_node
 from diloco_node.errors import LearnerError
 from diloco_node.learner.loop_state import living_objects
 from diloco_node.wire.learner_link import Warned
-from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.loop_kit import Loop, Mean, plain
 
 SCHEDULE = torch.optim.lr_scheduler.StepLR
 
@@ -43,58 +39,6 @@ class Student(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.cache += 1
         return (self.layer(rows) - self.teacher(rows)).square().mean() + self.layer(rows).square().mean()
-
-
-class Loop(logging.Handler):
-    """A loop under a daemon that writes checkpoints when asked to."""
-
-    def __init__(self, folder: Path, model: nn.Module, **options: Any) -> None:
-        super().__init__(logging.WARNING)
-        self.model = model
-        self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-        self.daemon = FakeDaemon(folder)
-        self._warnings: list[str] = []
-        self._options = options
-
-    def __enter__(self) -> Loop:
-        self.daemon.__enter__()
-        self._log = logging.getLogger("diloco_node.learner")
-        self._log.addHandler(self)
-        self.diloco = diloco_node.attach(self.model, self.optimizer, **self._options)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.diloco.close()
-        self._log.removeHandler(self)
-        self.daemon.__exit__()
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(torch.randn(4, 6)).backward()
-        self.optimizer.step()
-        self.diloco.step(tokens=4)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._warnings.append(record.getMessage())
-
-    def checkpoint(self) -> list[str]:
-        """Write one; return all that the learner has warned of."""
-        on_device = next(self.model.parameters()).is_cuda
-        for _ in range(3 if on_device else 1):  # each second look compares, and its numbers come with the next one
-            self.diloco.checkpoint()
-            if on_device:
-                torch.cuda.synchronize()
-        return list(self._warnings)
-
-
-def plain() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 2), Mean())
-
-
-class Mean(nn.Module):
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.square().mean()
 
 
 # ---- random generators -----------------------------------------------------------------------------------------------
@@ -326,79 +270,6 @@ def test_what_lives_in_the_loop_is_named(
         assert thing is not None
         assert len(warnings) == 1
         assert text in warnings[0]
-
-
-@pytest.mark.no_device("there it would be a wait, so such copies are named")
-def test_copies_that_nobody_has_any_more_are_not_named(folder: Path) -> None:
-    """They are in circles, as those of compiled models, until Python looks for such."""
-    gc.disable()
-    try:
-        with Loop(folder, plain()) as loop:
-            for _ in range(4):
-                circle: list[Any] = [parameter.detach().clone() for parameter in loop.model.parameters()]
-                circle.append(circle)
-                del circle
-                loop.step()
-                assert not loop.checkpoint()
-    finally:
-        gc.enable()
-
-
-class Unhashable(nn.Linear):
-    """As a dataclass that compares its fields."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-class Broken(torch.optim.SGD):
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        raise ZeroDivisionError
-
-
-HALF_BUILT = (
-    *(random.Random, random.SystemRandom, np.random.RandomState, np.random.Generator),
-    *(
-        nn.Linear,
-        torch.optim.AdamW,
-        torch.amp.GradScaler,
-        StepLR,
-        torch.utils.data.DataLoader,
-        _SingleProcessDataLoaderIter,
-    ),
-)
-
-
-@pytest.mark.parametrize("kind", HALF_BUILT, ids=lambda kind: kind.__name__)
-def test_what_a_thread_or_an_error_left_half_built_ends_no_learner(folder: Path, kind: type) -> None:
-    objects = [kind.__new__(kind)]
-    with Loop(folder, plain()) as loop:
-        objects.append(kind.__new__(kind))
-        for _ in range(2):
-            loop.step()
-            assert not loop.checkpoint()
-    assert len(objects) == 2
-
-
-def test_objects_that_fail_at_a_look_end_no_learner(folder: Path) -> None:
-    objects = [Unhashable(2, 2), Broken.__new__(Broken)]
-    with Loop(folder, plain()) as loop:
-        loop.step()
-        assert not loop.checkpoint()
-    assert len(objects) == 2
-
-
-def test_a_module_whose_memory_is_gone_ends_no_learner(folder: Path) -> None:
-    with Loop(folder, plain()) as loop:
-        beside = nn.Linear(3, 3)
-        loop.step()
-        assert not loop.checkpoint()
-        beside.weight.data.untyped_storage().resize_(0)  # as a sharded module's between its steps
-        loop.step()
-        assert not loop.checkpoint()
 
 
 def test_moments_that_a_wrapper_leaves_out_of_its_state_are_named(folder: Path) -> None:

@@ -1,0 +1,88 @@
+"""What else lives in the process of a loop, in any state: no look at it ends a learner or names what is gone."""
+
+import gc
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+from tests.kit.loop_kit import Loop, plain
+
+
+@pytest.mark.no_device("there it would be a wait, so such copies are named")
+def test_copies_that_nobody_has_any_more_are_not_named(folder: Path) -> None:
+    """They are in circles, as those of compiled models, until Python looks for such."""
+    gc.disable()
+    try:
+        with Loop(folder, plain()) as loop:
+            for _ in range(4):
+                circle: list[Any] = [parameter.detach().clone() for parameter in loop.model.parameters()]
+                circle.append(circle)
+                del circle
+                loop.step()
+                assert not loop.checkpoint()
+    finally:
+        gc.enable()
+
+
+class Unhashable(nn.Linear):
+    """As a dataclass that compares its fields."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class Broken(torch.optim.SGD):
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        raise ZeroDivisionError
+
+
+HALF_BUILT = (
+    *(random.Random, random.SystemRandom, np.random.RandomState, np.random.Generator),
+    *(
+        nn.Linear,
+        torch.optim.AdamW,
+        torch.amp.GradScaler,
+        StepLR,
+        torch.utils.data.DataLoader,
+        _SingleProcessDataLoaderIter,
+    ),
+)
+
+
+@pytest.mark.parametrize("kind", HALF_BUILT, ids=lambda kind: kind.__name__)
+def test_what_a_thread_or_an_error_left_half_built_ends_no_learner(folder: Path, kind: type) -> None:
+    objects = [kind.__new__(kind)]
+    with Loop(folder, plain()) as loop:
+        objects.append(kind.__new__(kind))
+        for _ in range(2):
+            loop.step()
+            assert not loop.checkpoint()
+    assert len(objects) == 2
+
+
+def test_objects_that_fail_at_a_look_end_no_learner(folder: Path) -> None:
+    objects = [Unhashable(2, 2), Broken.__new__(Broken)]
+    with Loop(folder, plain()) as loop:
+        loop.step()
+        assert not loop.checkpoint()
+    assert len(objects) == 2
+
+
+def test_a_module_whose_memory_is_gone_ends_no_learner(folder: Path) -> None:
+    with Loop(folder, plain()) as loop:
+        beside = nn.Linear(3, 3)
+        loop.step()
+        assert not loop.checkpoint()
+        beside.weight.data.untyped_storage().resize_(0)  # as a sharded module's between its steps
+        loop.step()
+        assert not loop.checkpoint()
