@@ -92,6 +92,17 @@ def test_reducer_says_what_it_holds_and_reduces_when_all_is_there() -> None:
 
 
 @pytest.mark.usefixtures("_large")
+def test_a_quick_reducer_of_a_large_ballot_tells_its_sum_alone() -> None:
+    place = Place()
+    place.open(replace(OPENED, members=("a", "c")))
+    place.stripes("ac")
+    place.decide("ac")
+    place.participant.stripe_reduced(ReductionDone(FIRST, 1, (1.0,), ((1.0,), (2.0,)), b"m" * 32))
+    place.go()
+    assert place.tick() == []
+
+
+@pytest.mark.usefixtures("_large")
 def test_a_reducer_tells_the_newest_contribution_of_a_learner() -> None:
     place = Place()
     place.open(replace(OPENED, members=("a", "c")))
