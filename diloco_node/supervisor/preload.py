@@ -290,13 +290,29 @@ def give_way(pid: int) -> None:
         os.setpriority(os.PRIO_PROCESS, pid, min(niceness, LOWEST_NICENESS))
     # Where no control group does, Linux shares processors among sessions, and niceness counts within each only.
     with contextlib.suppress(OSError, ValueError):
-        niceness = int(Path("/proc/self/autogroup").read_text().split()[-1]) + LEARNER_NICENESS
+        niceness = autogroup_niceness(Path("/proc/self/autogroup").read_text()) + LEARNER_NICENESS
         for _ in range(AUTOGROUP_TRIES):
             try:
                 Path(f"/proc/{pid}/autogroup").write_text(str(min(niceness, LOWEST_NICENESS)))
                 break
             except BlockingIOError:
                 time.sleep(0.1)
+
+
+def autogroup_niceness(text: str) -> int:
+    """Niceness of a session by its `/proc/PID/autogroup`: `/autogroup-123 nice 5`.
+
+    The file is empty in the session that the kernel started with, whose processes count as niceness 0.
+
+    Raises:
+        ValueError: if the kernel writes something else.
+    """
+    match text.split():
+        case []:
+            return 0
+        case [_, "nice", niceness]:
+            return int(niceness)
+    raise ValueError(f"/proc/PID/autogroup holds {text!r}")
 
 
 @contextlib.contextmanager

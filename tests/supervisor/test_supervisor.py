@@ -17,7 +17,7 @@ from diloco_node.errors import StorageError
 from diloco_node.shared_memory import request_area
 from diloco_node.state_names import LEDGER_NAME
 from diloco_node.supervisor import child
-from diloco_node.supervisor.preload import LEARNER_NICENESS, LOWEST_NICENESS
+from diloco_node.supervisor.preload import LEARNER_NICENESS, LOWEST_NICENESS, autogroup_niceness, give_way
 from diloco_node.supervisor.process_file import read_process, write_process
 from diloco_node.supervisor.supervisor import DISK_CODE, run_supervisor
 from diloco_node.supervisor.supervisor_spec import SupervisorSpec
@@ -54,12 +54,32 @@ def test_the_learner_and_what_it_starts_give_way_to_the_daemon(tmp_path: Path) -
     daemon = NOTE + f"wait_for('learner', 1)\n{look}"
     learner = NOTE + f"{look}\nos.system(f'{{sys.executable}} {tmp_path}/look.py')\nnote('learner')"
     levels = [os.getpriority(os.PRIO_PROCESS, 0)]
-    levels += [int(autogroup.read_text().split()[-1])] if autogroup.exists() else []
+    levels += [autogroup_niceness(autogroup.read_text())] if autogroup.exists() else []
+    has_level = autogroup.exists() and bool(autogroup.read_text())  # a session of the kernel's first has none
     assert run_supervisor(spec(tmp_path, daemon, learner)) == 0
     lower = [min(level + LEARNER_NICENESS, LOWEST_NICENESS) for level in levels]
     session = lives(tmp_path, "learner")[0]
-    assert (tmp_path / "logs" / "daemon.log").read_text() == words_of(os.getsid(0), *levels)
+    assert (tmp_path / "logs" / "daemon.log").read_text() == words_of(os.getsid(0), *levels[: 1 + has_level])
     assert (tmp_path / "logs" / "learner.log").read_text() == words_of(session, *lower) * 2
+
+
+@pytest.mark.parametrize(("text", "niceness"), [("", 0), ("/autogroup-12 nice 5\n", 5), ("/autogroup-7 nice -3\n", -3)])
+def test_a_session_has_a_niceness_also_where_the_kernel_tells_none(text: str, niceness: int) -> None:
+    assert autogroup_niceness(text) == niceness
+
+
+@pytest.mark.parametrize("text", ["", "\n", "another kernel's words\n", "/autogroup-12 nice much\n"])
+def test_a_learner_starts_whatever_the_kernel_tells_of_sessions(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_text = Path.read_text
+    autogroup = Path("/proc/self/autogroup")
+    monkeypatch.setattr(Path, "read_text", lambda path, *words: text if path == autogroup else read_text(path, *words))
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        give_way(process.pid)
+        levels = [os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, process.pid)]
+        assert levels[1] == min(levels[0] + LEARNER_NICENESS, LOWEST_NICENESS)
+        process.kill()
 
 
 def words_of(*numbers: int) -> str:

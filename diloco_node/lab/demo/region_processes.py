@@ -190,5 +190,5 @@ def first_ephemeral_port() -> int:
     """Return the first port that the kernel gives to outgoing connections."""
     try:
         return int(EPHEMERAL_PORTS.read_text().split()[0])
-    except (OSError, ValueError):
+    except (OSError, ValueError, IndexError):
         return 0
