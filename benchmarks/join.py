@@ -139,9 +139,9 @@ class JoinRun:
 
     async def kill_joiner(self) -> None:
         """All its processes, at once."""
-        pids = [pid for pid in (self.joiner.status.get("pids") or {}).values() if isinstance(pid, int)]
+        pids = (self.joiner.status.get("pids") or {}).values()
         assert self.joiner.process is not None
-        for pid in (self.joiner.process.pid, *pids):
+        for pid in filter(None, (self.joiner.process.pid, *pids)):  # a learner that has not come is 0: this group
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         await self.joiner.process.wait()
