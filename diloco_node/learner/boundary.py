@@ -1,8 +1,8 @@
 """A step boundary: all ranks of a region agree on what is to be done, and do it.
 
 Rank 0 hears of it from the daemon. Every rank then does the same in the same order, for their workers meet in what it
-asks for (`learner.exchange`). A version that is offered is carried to its holders in the background; it is applied at
-the first boundary by which all of them have it.
+asks for (`learner.rank_exchange`). A version that is offered is carried to its holders in the background. It is applied
+at the first boundary by which all of them have it.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Answers:
             case ContributionProjected():
                 round_.projections[peer] = message.projections
 
-    def may_contribute(self, contribution: Contribution, version: int) -> str:
+    def merge_fault(self, contribution: Contribution, version: int) -> str:
         """Return why a contribution may not be merged; empty if it may. The leader decides this nowhere else."""
         if self._discards.is_booking(contribution):
             return "its steps are being booked as discarded"
@@ -143,7 +143,7 @@ class Answers:
         if contribution.learner != peer or contribution.fragment != round_.fragment:
             fault = f"is named for {contribution.learner} and fragment {contribution.fragment}"
         self._eligibility.observe_incarnation(peer, contribution.incarnation)
-        fault = fault or self._claim_fault(peer, contribution) or self.may_contribute(contribution, round_.version)
+        fault = fault or self._claim_fault(peer, contribution) or self.merge_fault(contribution, round_.version)
         if fault:
             self._refuse(round_, peer, fault)
             return

@@ -1,4 +1,4 @@
-"""Steps that no merge will ever include: a region finds those of its learner, the leader books them."""
+"""Steps that no merge will ever include: each region finds those of its own learner, and the leader books them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from diloco_node.core.types import Contribution, DiscardedBody, LearnerStatus
 from diloco_node.numeric import NS_PER_S
 
 REPORTED_MAX: Final = 64
-"""Intervals in one report; the next ones follow when these are booked."""
+"""Intervals in one report. The next report has further ones, once these are booked."""
 
 BOOKING_MAX: Final = 256
-"""Intervals in the leader's log that are not committed yet; the rest is reported again."""
+"""Intervals in the leader's log that are not committed yet. Further ones are refused, and reported again."""
 
 DEATHS_AT_ONCE: Final = 2
-"""Incarnations of one region whose losses are booked without a pause. Each has one interval per fragment."""
+"""Incarnations of one region whose lost steps are booked at once: one interval per fragment and incarnation."""
 
 
 class DiscardReporter:
@@ -25,7 +25,7 @@ class DiscardReporter:
     away, under `overwrite` or after an absence so long that they were not worth carrying.
 
     Attributes:
-        ended: steps of each life that has ended.
+        ended: steps of each incarnation that has ended.
     """
 
     def __init__(self, context: RoundContext) -> None:
@@ -48,7 +48,7 @@ class DiscardReporter:
         self._learner = status
 
     def has_news(self) -> bool:
-        """Whether the learner threw steps away since the last question. Its next contribution waits until they are
+        """Whether the learner threw steps away since the last call. Its next contribution waits until they are
         booked."""
         if self._learner is None:
             return False
@@ -73,28 +73,31 @@ class DiscardReporter:
             )
             bodies.extend(due)
             if not due:
-                # What is booked stays booked; a learner that dies again and again must not make each heartbeat longer.
+                # All its lost steps are booked, for good. A learner that dies often must not slow every heartbeat down.
                 del self._trained[incarnation]
         if self._learner is not None:
             bodies.extend(self._overwritten(self._learner))
         return tuple(bodies[:REPORTED_MAX])
 
     def overbooked(self) -> str:
-        """Return what the ledger has as lost of the living learner and it never made, in words; empty if nothing.
+        """Describe lost steps in the ledger that the living learner has not made; empty if there are none.
 
-        A leader lied while nobody was there to speak against it. No step of this life is merged there any more.
+        A leader lied while this region could not object. This incarnation's steps are not merged in that fragment any
+        more.
         """
-        if (life := self._learner) is None:
+        if (learner := self._learner) is None:
             return ""
-        for mark in self._history.account.given_up_lines():
-            if (mark.learner, mark.incarnation) == (self._region, life.incarnation) and mark.step_to > life.step:
-                steps = f"steps up to {mark.step_to} of incarnation {mark.incarnation} as lost"
-                return f"the ledger has {steps} in fragment {mark.fragment}, and the learner has made {life.step}"
+        for line in self._history.account.given_up_lines():
+            if (line.learner, line.incarnation) == (self._region, learner.incarnation) and line.step_to > learner.step:
+                steps = f"steps up to {line.step_to} of incarnation {line.incarnation} as lost"
+                return f"the ledger has {steps} in fragment {line.fragment}, and the learner has made {learner.step}"
         return ""
 
     def _overwritten(self, learner: LearnerStatus) -> list[DiscardedBody]:
-        """Return steps that a living learner threw away at an apply, once the ledger shows what that version
-        included."""
+        """Return the steps that a living learner threw away when it applied a version.
+
+        They are known only once the ledger has that version, which may include some of them.
+        """
         bodies = []
         for fragment, position in enumerate(learner.positions):
             step, tokens = self._history.account.covered(self._region, learner.incarnation, fragment)
@@ -115,10 +118,10 @@ class DiscardReporter:
 
 
 class DiscardDesk:
-    """The leader's side: it books an interval once, and only when no merge can include any of it any more.
+    """The leader's side: it books each interval once, and only when no merge can include any of its steps.
 
-    Each region may book so many intervals at once, and then one a second and one for each committed round: `overwrite`
-    throws away some steps of each learner in each round. The rest is reported again.
+    A region may have `DEATHS_AT_ONCE` intervals per fragment booked at once. It earns one more each second, and one
+    with each committed round, for `overwrite` throws steps away in every round. Refused intervals are reported again.
     """
 
     def __init__(self, history: RoundHistory) -> None:
@@ -128,12 +131,12 @@ class DiscardDesk:
         self._earned_at_ns = 0
 
     def clear(self) -> None:
-        """Forget the intervals in the log: this region leads no longer, and they commit or not without it."""
+        """Forget the intervals in the log: this region leads no longer. The next one may still commit them."""
         self._booking.clear()
 
     def on_commit(self, body: DiscardedBody) -> None:
-        """Take a committed discard."""
-        self._booking.discard(_line(body))
+        """Take a committed interval."""
+        self._booking.discard(_booking_key(body))
 
     def on_round(self) -> None:
         """Allow every region one more interval: a round was committed."""
@@ -141,16 +144,18 @@ class DiscardDesk:
 
     def is_booking(self, contribution: Contribution) -> bool:
         """Whether steps of the same incarnation and fragment are in the log as discarded, but not committed yet."""
-        return _line(contribution) in self._booking
+        return _booking_key(contribution) in self._booking
 
     def accept(self, body: DiscardedBody, *, now_ns: int) -> bool:
-        """Whether to put the interval into the log now. The caller has checked that no open round includes the
-        learner."""
+        """Count an interval as booked if it may go into the log now; return whether it may.
+
+        The caller has checked that no open round includes the learner.
+        """
         seconds = (now_ns - self._earned_at_ns) // NS_PER_S
         if seconds > 0:
             self._earn(seconds)
             self._earned_at_ns += seconds * NS_PER_S
-        if len(self._booking) >= BOOKING_MAX or _line(body) in self._booking:
+        if len(self._booking) >= BOOKING_MAX or _booking_key(body) in self._booking:
             return False
         if self._spent.get(body.learner, 0) >= DEATHS_AT_ONCE * len(self._history.versions):
             return False
@@ -158,12 +163,12 @@ class DiscardDesk:
         if self._history.discard_fault(body) or discard_claim_fault(body, incarnation_known=newest):
             return False
         self._spent[body.learner] = self._spent.get(body.learner, 0) + 1
-        self._booking.add(_line(body))
+        self._booking.add(_booking_key(body))
         return True
 
     def _earn(self, intervals: int) -> None:
         self._spent = {name: spent - intervals for name, spent in self._spent.items() if spent > intervals}
 
 
-def _line(body: DiscardedBody | Contribution) -> tuple[str, int, int]:
+def _booking_key(body: DiscardedBody | Contribution) -> tuple[str, int, int]:
     return body.learner, body.incarnation, body.fragment

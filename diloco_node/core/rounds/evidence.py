@@ -1,8 +1,8 @@
 """Culprits of a failed ballot, as far as the regions' own reports can tell.
 
-Each missing stripe implicates two regions: its sender and its receiver. Blamed is the region that is in more of the
-pairs, if it is in more than half of those that it could be in. If nothing else explains a pair, its reducer is blamed:
-a while without stripes costs it nothing.
+Each missing stripe implicates a pair of regions: its sender and its receiver. A region is blamed if it is in more than
+half of the pairs that it could be in; the region in most pairs goes first. A pair that no region explains is blamed on
+its reducer: a while without stripes costs a reducer nothing.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from diloco_node.core.rounds.suspicion import BallotRole, Blame
 from diloco_node.core.types import RunSettings
 
 Pair = tuple[str, str]
-"""(sender, receiver)."""
+"""(sender, receiver) of stripes that are missing, or that are in question."""
 
 
 @dataclass(frozen=True, slots=True)
 class Culprits:
-    """Regions that explain a set of pairs, each with its sorted counterparts; and the pairs that none explains."""
+    """Regions that explain a set of pairs, each with its sorted partners. unexplained: pairs without a culprit."""
 
-    givers: dict[str, list[str]]
-    takers: dict[str, list[str]]
+    senders: dict[str, list[str]]
+    receivers: dict[str, list[str]]
     unexplained: frozenset[Pair]
 
 
-def find_culprits(pairs: Collection[Pair], givers: Collection[str], takers: Collection[str]) -> Culprits:
-    """Blame the region with most of the remaining pairs, one after the other; takers before givers.
+def find_culprits(pairs: Collection[Pair], senders: Collection[str], receivers: Collection[str]) -> Culprits:
+    """Find the region in most of the pairs, take its pairs away, and go on so. In a tie a receiver goes first.
 
-    givers, takers: all that could be in a pair. No region gives to itself.
+    senders, receivers: all that could be in a pair. No region sends to itself.
     """
     pairs_left, culprits = set(pairs), Culprits({}, {}, frozenset())
     while pairs_left:
         candidates = []
-        for side, (names, counterparts, blame_of) in enumerate(
-            ((takers, givers, culprits.takers), (givers, takers, culprits.givers))
+        for side, (names, counterparts, partners_of) in enumerate(
+            ((receivers, senders, culprits.receivers), (senders, receivers, culprits.senders))
         ):
             for name in sorted(names):
-                seen_by = sorted(pair[side] for pair in pairs_left if pair[1 - side] == name)
-                if 2 * len(seen_by) > len(set(counterparts) - {name}):
-                    candidates.append((-len(seen_by), side, name, seen_by, blame_of))
+                partners = sorted(pair[side] for pair in pairs_left if pair[1 - side] == name)
+                if 2 * len(partners) > len(set(counterparts) - {name}):
+                    candidates.append((-len(partners), side, name, partners, partners_of))
         if not candidates:
             break
-        _, side, name, seen_by, blame_of = min(candidates, key=lambda candidate: candidate[:3])
-        blame_of[name] = seen_by
+        _, side, name, partners, partners_of = min(candidates, key=lambda candidate: candidate[:3])
+        partners_of[name] = partners
         pairs_left = {pair for pair in pairs_left if pair[1 - side] != name}
-    return Culprits(culprits.givers, culprits.takers, frozenset(pairs_left))
+    return Culprits(culprits.senders, culprits.receivers, frozenset(pairs_left))
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
     """Findings about one failed ballot: blames, sorted by region.
 
-    cut_off: regions that merged stripes of most reducers do not reach: the fault is theirs.
+    cut_off: regions that the merged stripes of most reducers do not reach. They are at fault, not the reducers.
     """
 
     blames: tuple[Blame, ...] = ()
@@ -63,7 +63,7 @@ class Findings:
 
 
 def judge_absences(round_: OpenRound, regions: int) -> Findings:
-    """Blame the regions that have not done their part by the deadline of a ballot. regions: number of the run's."""
+    """Blame the regions that have not done their part by the deadline of a ballot. regions: how many the run has."""
     if round_.is_merged:
         return _late_payload(round_, regions)
     if round_.decision is not None:
@@ -71,7 +71,7 @@ def judge_absences(round_: OpenRound, regions: int) -> Findings:
     else:
         missing = [Blame(name, BallotRole.MEMBER, "its contribution did not come") for name in round_.missing_members()]
         culprits = _missing_stripes(round_, sorted(round_.contributions))
-        blames = missing + [_lacks(name, of) for name, of in culprits.takers.items()]
+        blames = missing + [_blame_receiver(name, members) for name, members in culprits.receivers.items()]
     return Findings(tuple(sorted(blames, key=lambda blame: (blame.region, blame.role))))
 
 
@@ -85,7 +85,7 @@ def _missing_stripes(round_: OpenRound, members: list[str]) -> Culprits:
     return find_culprits(pairs, members, round_.reducers)
 
 
-def _lacks(reducer: str, members: list[str]) -> Blame:
+def _blame_receiver(reducer: str, members: list[str]) -> Blame:
     return Blame(reducer, BallotRole.REDUCER, f"contributions of {', '.join(members)} did not reach it")
 
 
@@ -93,31 +93,31 @@ def _late_stripes(round_: OpenRound) -> list[Blame]:
     assert round_.decision is not None
     culprits = _missing_stripes(round_, [contribution.learner for contribution in round_.decision.contributions])
     blames = []
-    for name, reducers in culprits.givers.items():
+    for name, reducers in culprits.senders.items():
         reason = f"its contribution did not reach {', '.join(reducers)}"
         blames.append(Blame(name, BallotRole.MEMBER, reason))
         if name in round_.reducers:
-            # What it merges would not reach anybody either.
+            # Its merged stripes would not arrive either.
             blames.append(Blame(name, BallotRole.REDUCER, reason))
-    lacking = culprits.takers | _unexplained(culprits)
-    blames += [_lacks(name, of) for name, of in lacking.items()]
-    waiting = {reducer for reducers in culprits.givers.values() for reducer in reducers}
+    lacking = culprits.receivers | _unexplained_pairs(culprits)
+    blames += [_blame_receiver(name, members) for name, members in lacking.items()]
+    waiting = {reducer for reducers in culprits.senders.values() for reducer in reducers}
     for name in round_.late_reducers():
         if name not in lacking and name not in waiting:
             blames.append(Blame(name, BallotRole.REDUCER, "it has all contributions and did not merge them"))
     return blames
 
 
-def _unexplained(culprits: Culprits) -> dict[str, list[str]]:
-    """Return the pairs that nobody explains, by receiver."""
+def _unexplained_pairs(culprits: Culprits) -> dict[str, list[str]]:
+    """Return the senders of the pairs that nobody explains, by receiver."""
     return {
-        taker: sorted(giver for giver, receiver in culprits.unexplained if receiver == taker)
-        for _, taker in sorted(culprits.unexplained)
+        name: sorted(sender for sender, receiver in culprits.unexplained if receiver == name)
+        for _, name in sorted(culprits.unexplained)
     }
 
 
 def _late_payload(round_: OpenRound, regions: int) -> Findings:
-    """All reducers reported their merge; the regions report which merged stripes they have."""
+    """Find why the payload is late although all reducers have merged: which merged stripes did not reach whom?"""
     observers = set(round_.merged_digests) | set(round_.payload_holders())
     pairs = {
         (name, reducer)
@@ -125,14 +125,14 @@ def _late_payload(round_: OpenRound, regions: int) -> Findings:
         for reducer in round_.reducers
         if reducer != name and not round_.has_stripes_of(reducer, name)
     }
-    # The reducers stand in the place of takers, though they send: they are blamed first.
+    # Here the reducers send. They are passed as receivers nevertheless, so that in a tie they are blamed.
     culprits = find_culprits(pairs, observers, round_.reducers)
     disputed = {blame.region: blame for blame in dispute_reducers(round_, regions)}
     blames = []
-    for reducer, names in sorted((culprits.takers | _unexplained(culprits)).items()):
+    for reducer, names in sorted((culprits.receivers | _unexplained_pairs(culprits)).items()):
         reason = f"its merged stripe did not reach {', '.join(names)}"
         blames.append(disputed.get(reducer, Blame(reducer, BallotRole.REDUCER, reason)))
-    return Findings(tuple(blames), frozenset(culprits.givers))
+    return Findings(tuple(blames), frozenset(culprits.senders))
 
 
 def dispute_reducers(round_: OpenRound, regions: int) -> tuple[Blame, ...]:
@@ -140,17 +140,17 @@ def dispute_reducers(round_: OpenRound, regions: int) -> tuple[Blame, ...]:
 
     Between two regions nobody can say who is wrong.
     """
-    blames = (_disputed(round_, reducer, regions - 1) for reducer in round_.reducers)
+    blames = (_dispute_with(round_, reducer, regions - 1) for reducer in round_.reducers)
     return tuple(blame for blame in blames if blame is not None) if regions > 2 else ()
 
 
-def _disputed(round_: OpenRound, reducer: str, observers: int) -> Blame | None:
-    against = [
+def _dispute_with(round_: OpenRound, reducer: str, observers: int) -> Blame | None:
+    dissenters = [
         name for name in sorted(round_.merged_digests) if name != reducer and round_.has_other_stripes_of(reducer, name)
     ]
-    if 2 * len(against) <= observers:
+    if 2 * len(dissenters) <= observers:
         return None
-    reason = f"it told another digest of its merged stripe than {', '.join(against)} got from it"
+    reason = f"it told another digest of its merged stripe than {', '.join(dissenters)} got from it"
     return Blame(reducer, BallotRole.REDUCER, reason, is_proved=True)
 
 
@@ -161,8 +161,8 @@ def blame_sums(
 ) -> tuple[Blame, ...]:
     """Blame reducers whose merged stripe can't be the sum: it is too long, or has other norms than they report.
 
-    Nobody is asked: the bytes are here, with the digest that the reducer told, and every region decodes them alike.
-    stripes: (digest, squared norms per piece) of the merged stripes that came here; each is looked at once.
+    No other region is asked. The bytes are here, with the digest that the reducer told, and every region decodes them
+    alike. stripes: (digest, squared norms per piece) of the merged stripes that came here; each is checked once.
     """
     assert round_.decision is not None
     blames = {}
@@ -200,17 +200,17 @@ def differing_norms(before: QuestionedBallot, round_: OpenRound) -> set[Pair]:
 
 
 def blame_norms(pairs: Collection[Pair], disputes: Mapping[str, Collection[str]]) -> tuple[Blame, ...]:
-    """Blame the region of each pair that is in more pairs: its word about norms is wrong.
+    """Blame in each pair the region that is in more pairs.
 
-    A member may have sent other bytes to one reducer than to the leader. So a single pair costs the reducer its stripes
-    at first. It costs the member its place if that one was in such a pair (`disputes`) with another reducer before.
+    In a tie the reducer may have reported wrong norms, or the member may have sent it other bytes than the leader. The
+    reducer is blamed at first. The member is blamed if it was in a pair with another reducer before (`disputes`).
     """
     blames = {}
     for member, reducer in sorted(pairs):
-        members = sum(pair[1] == reducer for pair in pairs)
-        reducers = sum(pair[0] == member for pair in pairs)
-        is_member = reducers > members or (reducers == members and set(disputes.get(member, ())) - {reducer})
-        if is_member:
+        pairs_of_reducer = sum(pair[1] == reducer for pair in pairs)
+        pairs_of_member = sum(pair[0] == member for pair in pairs)
+        is_tie = pairs_of_member == pairs_of_reducer
+        if pairs_of_member > pairs_of_reducer or (is_tie and set(disputes.get(member, ())) - {reducer}):
             reason = "reducers got other bytes of its contribution than the leader"
             blames[member, BallotRole.MEMBER] = Blame(member, BallotRole.MEMBER, reason, is_proved=True)
         else:

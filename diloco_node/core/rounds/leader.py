@@ -20,7 +20,7 @@ from diloco_node.core.rounds.ballot import BallotClock, encoded_bytes, plan_next
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.eligibility import Eligibility, Reachability
 from diloco_node.core.rounds.judge import Judge
-from diloco_node.core.rounds.merging import MergeDecisions
+from diloco_node.core.rounds.merge_decisions import MergeDecisions
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opening
 from diloco_node.core.rounds.participant import RoundParticipant
@@ -283,7 +283,7 @@ class RoundLeader:
             return
         contributions = []
         for name, contribution in sorted(round_.contributions.items()):
-            fault = self._answers.may_contribute(contribution, round_.version)
+            fault = self._answers.merge_fault(contribution, round_.version)
             if not fault and not self._liveness.reaches(name, now_ns=now_ns) and not round_.is_received(name):
                 fault = "lost before its stripes arrived"
             if fault:
@@ -424,7 +424,7 @@ class RoundLeader:
         usable = {
             name: contribution
             for name, contribution in round_.contributions.items()
-            if name not in round_.rejections and not self._answers.may_contribute(contribution, round_.version)
+            if name not in round_.rejections and not self._answers.merge_fault(contribution, round_.version)
         }
         plan = plan_next(round_, stripes, usable=usable, able=able, reachable=reachability.reachable, is_late=is_late)
         if not plan.members:

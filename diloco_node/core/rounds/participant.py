@@ -1,7 +1,7 @@
 """Every region's part in rounds, as the leader orders: contribute, reduce its stripes, store the payload.
 
-A region never decides about a round. It follows the highest ballot of the current leader and forgets lower ones. Its
-learner's contribution keeps name and bytes from ballot to ballot, until the round of that fragment commits.
+A region never decides about a round. It follows the leader's highest ballot and forgets lower ones. Its learner's
+contribution keeps its name and its bytes from ballot to ballot, until the fragment's round commits.
 """
 
 from __future__ import annotations
@@ -42,12 +42,16 @@ from diloco_node.core.rounds.open_round import payload_digest
 from diloco_node.core.rounds.suspicion import LEFT_OUT_SHOWN_MAX, REASON_SHOWN_MAX
 from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody
 
-MEMBERS_AT_ONCE: Final = 8
-"""In larger ballots the leader is not told of each contribution at once: these are too many messages for it."""
+PROMPT_MEMBERS_MAX: Final = 8
+"""Members of a ballot whose leader is told at once of each contribution that arrives. In larger ballots it is told with
+the next heartbeat, for these would be too many messages."""
 
 
 class RoundParticipant:
-    """This region's part. Feed it facts, then call `pump`. left_out: regions, by the leader's last announcement."""
+    """This region's part in all rounds. Feed it facts, then call `pump`.
+
+    left_out: regions that take no part in ballots for now, as the leader announced it last.
+    """
 
     def __init__(self, context: RoundContext, versions: Versions) -> None:
         self.left_out: tuple[LeftOut, ...] = ()
@@ -58,14 +62,14 @@ class RoundParticipant:
         self._learner: LearnerStatus | None = None
         self._pieces = [len(fragment.pieces) for fragment in context.fragments]
         self._blocks = [block_count(fragment) for fragment in context.fragments]
-        # Per fragment the round that is followed. The number of its ballot never goes back.
+        # The round that is followed, by fragment. The number of its ballot never goes back.
         self.rounds = [FollowedRound() for _ in context.fragments]
         self.audits = AuditPart(context, self.rounds)
         self._early = EarlyArrivals()
-        # Per fragment the committed rounds that are not applied here: their bytes are still of use.
-        self._to_apply: list[list[RoundBody]] = [[] for _ in context.fragments]
+        # Committed rounds that are not applied here, by fragment: their bytes are still needed.
+        self._unapplied_rounds: list[list[RoundBody]] = [[] for _ in context.fragments]
         # Fragments with news since the last `pump`.
-        self._dirty: set[int] = set()
+        self._changed_fragments: set[int] = set()
 
     def open_versions(self) -> dict[int, int]:
         """Return the open rounds that are known here, fragment to version: a new leader opens them again."""
@@ -76,7 +80,7 @@ class RoundParticipant:
         }
 
     def is_storing(self, body: RoundBody) -> bool:
-        """Whether this very payload is being written to disk."""
+        """Whether the payload of this entry is being written to disk."""
         ballot = self.rounds[body.fragment].ballot
         is_this = ballot is not None and ballot.number == body.ballot and ballot.digest == body.payload_digest
         return is_this and ballot is not None and not ballot.is_lost
@@ -89,16 +93,16 @@ class RoundParticipant:
         return {index: (ballot.merged_digests[index], norms) for index, norms in ballot.merged_norms.items()}
 
     def payload_norms(self, fragment: int, digest: bytes) -> tuple[float, ...]:
-        """Return the squared norm of each piece of a payload whose stripes came here; empty if they did not."""
+        """Return the squared norm of each piece of a payload; empty if its stripes did not come here."""
         ballot = self.rounds[fragment].ballot
         return ballot.payload_norms() if ballot is not None and ballot.digest == digest else ()
 
     def projection(self, fragment: int, number: Ballot) -> Projection:
-        """Return this region's projection of a ballot's payload, as far as it is worked out."""
+        """Return this region's projection of a ballot's payload, as far as it is computed."""
         return self.audits.projection(fragment, number)
 
     def is_following(self, body: RoundBody) -> bool:
-        """Whether this region takes part in the ballot that made the payload, so that its stripes are on their way."""
+        """Whether this region follows the ballot that made the payload: then its stripes are on their way."""
         ballot = self.rounds[body.fragment].ballot
         return ballot is not None and ballot.number == body.ballot
 
@@ -119,20 +123,20 @@ class RoundParticipant:
         version, ballot = round_.version, round_.ballot
         if ballot.digest:
             return version, ballot.number, "commit", ()
-        if self._owes(ballot):
+        if self._owes_answer(ballot):
             return version, ballot.number, "gather", (self._region,)
         if ballot.decision is None and ballot.own_stripes(self._region):
             return version, ballot.number, "gather", ()
         return version, ballot.number, "reduce", ballot.lacking_reducers()
 
-    def _owes(self, ballot: FollowedBallot) -> bool:
+    def _owes_answer(self, ballot: FollowedBallot) -> bool:
         """Whether this region's learner has yet to answer the ballot."""
         return self._region in ballot.announcement.members and not ballot.has_contributed and not ballot.refusal
 
     def _wait_reason(self, round_: FollowedRound, ballot: FollowedBallot) -> str:
         if ballot.digest:
             return "waits for the commit" if self._is_stored(round_, ballot) else "writes the payload"
-        if self._owes(ballot):
+        if self._owes_answer(ballot):
             return "waits for the learner's snapshot" if round_.requested_base is not None else "waits for the learner"
         if ballot.decision is None and ballot.own_stripes(self._region):
             return f"waits for the decision of {ballot.leader}"
@@ -148,33 +152,33 @@ class RoundParticipant:
             elif is_new and contribution is not None and contribution.incarnation != status.incarnation:
                 round_.contribution = None
         self._learner = status
-        self._dirty.update(range(len(self.rounds)))
+        self._changed_fragments.update(range(len(self.rounds)))
 
     def snapshot_taken(self, contribution: Contribution) -> None:
         """Take the contribution that the learner was asked for."""
         round_ = self.rounds[contribution.fragment]
         is_current = self._learner is not None and self._learner.incarnation == contribution.incarnation
         if not is_current or contribution.learner != self._region or round_.requested_base != contribution.base_version:
-            # An answer to a question of an earlier round or incarnation: what it names is resolved by now.
+            # It answers a request of an earlier round or incarnation, for which nobody waits any more.
             return
         round_.requested_base, round_.contribution = None, contribution
-        self._dirty.add(contribution.fragment)
+        self._changed_fragments.add(contribution.fragment)
 
     def snapshot_refused(self, event: SnapshotRefused) -> None:
-        """Ask for the snapshot again if the learner's base has moved on since, else decline: the learner refused it."""
+        """Take the learner's refusal. Decline the ballot, unless the learner's base has moved on: then ask again."""
         round_ = self.rounds[event.fragment]
         requested_base, round_.requested_base = round_.requested_base, None
         if round_.ballot is None or round_.version != event.version or requested_base is None:
             return
         if self._learner is not None and self._learner.positions[event.fragment].base_version == requested_base:
             self._decline(round_.ballot, event.reason)
-        self._dirty.add(event.fragment)
+        self._changed_fragments.add(event.fragment)
 
     def ballot_opened(self, leader: str, announcement: BallotOpened) -> None:
-        """Follow a ballot, or answer again if it is the one that is followed. Lower ones are ignored.
+        """Follow a ballot, or answer again if it is the one that is followed. Lower ballots are ignored.
 
-        A later one may be of an earlier version: a leader that named a version which cannot be is followed no longer.
-        A ballot whose stripes do not fit the fragment raises an alarm: nobody could cut a contribution by them.
+        A higher ballot may be of a lower version: it replaces that of a leader which named an impossible version. A
+        ballot whose stripes do not fit the fragment raises an alarm: nobody could cut a contribution by them.
         """
         if not 0 <= announcement.fragment < len(self.rounds):
             return
@@ -199,18 +203,19 @@ class RoundParticipant:
             round_.version = announcement.version
             round_.contribution = round_.sent_name = round_.requested_base = None
         self.left_out = tuple(
-            LeftOut(name.region, name.part, name.reason[:REASON_SHOWN_MAX])
-            for name in announcement.left_out[:LEFT_OUT_SHOWN_MAX]
+            LeftOut(line.region, line.part, line.reason[:REASON_SHOWN_MAX])
+            for line in announcement.left_out[:LEFT_OUT_SHOWN_MAX]
         )
         round_.ballot = FollowedBallot(leader, announcement)
-        # What came before the announcement, and what has arrived in the ballots before.
+        # Some stripes came before the announcement.
         for event in self._early.take(announcement.ballot, announcement.fragment):
             if isinstance(event, MergedStripeArrived):
                 round_.ballot.keep_merged(event)
             else:
                 round_.keep_stripe(round_.ballot, event, self._region)
+        # Stripes of earlier ballots count as well.
         self._report_stripes(round_, round_.ballot)
-        self._dirty.add(announcement.fragment)
+        self._changed_fragments.add(announcement.fragment)
 
     def merge_decided(self, decision: MergeDecided) -> None:
         """Reduce as the leader decided, or report the result again."""
@@ -224,13 +229,13 @@ class RoundParticipant:
             return
         if ballot.decision is None:
             ballot.decision = decision
-            self._dirty.add(decision.fragment)
+            self._changed_fragments.add(decision.fragment)
             return
         for _, reduction in sorted(ballot.reductions.items()):
             self._effects.send(ballot.leader, ballot.report_of(reduction))
 
     def stripe_arrived(self, event: ContributionStripeArrived) -> None:
-        """Take a stripe of a contribution, perhaps before the ballot that explains which blocks it is."""
+        """Take a stripe of a contribution. It may come before its ballot's announcement, which cuts the stripes."""
         contribution = event.contribution
         fragment = contribution.fragment
         round_ = self.rounds[fragment]
@@ -239,8 +244,8 @@ class RoundParticipant:
             self._free_late(event.ballot, fragment, version)
         elif round_.ballot is not None and event.ballot == round_.ballot.number:
             if round_.keep_stripe(round_.ballot, event, self._region):
-                self._dirty.add(fragment)
-                if len(round_.ballot.announcement.members) <= MEMBERS_AT_ONCE:
+                self._changed_fragments.add(fragment)
+                if len(round_.ballot.announcement.members) <= PROMPT_MEMBERS_MAX:
                     self._tell_receipts(round_, round_.ballot)
         elif round_.ballot is None or event.ballot > round_.ballot.number:
             self._early.keep(event)
@@ -252,7 +257,7 @@ class RoundParticipant:
             self._free_late(event.ballot, event.fragment, event.version)
         elif round_.ballot is not None and round_.ballot.number == event.ballot:
             round_.ballot.keep_merged(event)
-            self._dirty.add(event.fragment)
+            self._changed_fragments.add(event.fragment)
         elif round_.ballot is None or event.ballot > round_.ballot.number:
             self._early.keep(event)
 
@@ -284,34 +289,36 @@ class RoundParticipant:
             self._effects.send(round_.ballot.leader, round_.ballot.durable_report())
 
     def payload_not_stored(self, fragment: int, number: Ballot) -> None:
-        """Remember that merged stripes were dropped before they were written: if the ballot commits, its payload is
-        fetched."""
+        """Remember that merged stripes were dropped before they were written.
+
+        If the ballot commits, its payload is fetched.
+        """
         ballot = self.rounds[fragment].ballot
         if ballot is not None and ballot.number == number:
             ballot.is_lost = True
 
     def on_commit(self, body: RoundBody) -> None:
         """Take a committed round; its bytes stay until it is applied."""
-        self._to_apply[body.fragment].append(body)
+        self._unapplied_rounds[body.fragment].append(body)
 
     def on_apply(self, fragment: int, version: int) -> None:
-        """Close the rounds up to `version`, which the fragment has applied: none of their bytes are needed any more."""
-        bodies = [body for body in self._to_apply[fragment] if body.version <= version]
-        self._to_apply[fragment] = [body for body in self._to_apply[fragment] if body.version > version]
+        """Close the rounds up to `version`, which is applied here: their bytes are not needed any more."""
+        bodies = [body for body in self._unapplied_rounds[fragment] if body.version <= version]
+        self._unapplied_rounds[fragment] = [body for body in self._unapplied_rounds[fragment] if body.version > version]
         round_ = self.rounds[fragment]
         for body in bodies:
             self._close(round_, body)
         if round_.version <= version:
             round_.ballot = round_.contribution = round_.sent_name = round_.requested_base = None
-        round_.arrivals = {key: version_ for key, version_ in round_.arrivals.items() if version_ > version}
+        round_.arrivals = {key: number for key, number in round_.arrivals.items() if number > version}
         if bodies:
             self._early.forget(fragment, bodies[-1].ballot)
-        self._dirty.add(fragment)
+        self._changed_fragments.add(fragment)
 
     def tick(self) -> None:
-        """Tell leaders which contributions have arrived since the last heartbeat, in large ballots that last so long.
+        """Tell leaders which contributions have arrived since the last heartbeat.
 
-        One at a time they would be as many messages as the square of the regions, all to the leader.
+        Only large ballots need it. One report for each contribution would be members times reducers, all to the leader.
         """
         for round_ in self.rounds:
             if round_.ballot is not None:
@@ -319,9 +326,9 @@ class RoundParticipant:
 
     def pump(self) -> None:
         """Do everything that can be done now."""
-        while self._dirty:
-            fragment = min(self._dirty)
-            self._dirty.discard(fragment)
+        while self._changed_fragments:
+            fragment = min(self._changed_fragments)
+            self._changed_fragments.discard(fragment)
             round_ = self.rounds[fragment]
             if round_.ballot is not None and round_.version > self._history.versions[fragment]:
                 self._contribute(round_, round_.ballot)
@@ -331,7 +338,7 @@ class RoundParticipant:
 
     def _contribute(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
         announcement = ballot.announcement
-        if not self._owes(ballot) or round_.requested_base is not None:
+        if not self._owes_answer(ballot) or round_.requested_base is not None:
             return
         reason = self._decline_reason(announcement.fragment)
         if reason:
@@ -339,14 +346,14 @@ class RoundParticipant:
         elif round_.contribution is not None:
             ballot.has_contributed = True
             self._effects.send(ballot.leader, Contributed(ballot.number, round_.contribution))
-            # What the reducers have may be of a learner that has died since.
-            stripes_there = announcement.reused if round_.sent_name == name_of(round_.contribution) else ()
-            skip = tuple(sorted(there.stripe for there in stripes_there if there.learner == self._region))
+            # The reducers may have stripes of a learner that has died since: these are not reused.
+            reusable = announcement.reused if round_.sent_name == name_of(round_.contribution) else ()
+            skip = tuple(sorted(item.stripe for item in reusable if item.learner == self._region))
             round_.sent_name = name_of(round_.contribution)
             self._effects.emit(
                 SendContribution(ballot.number, round_.version, round_.contribution, announcement.stripes, skip)
             )
-        elif not self._may_contribute(announcement.fragment, round_.version):
+        elif not self._snapshot_hindrance(announcement.fragment, round_.version):
             assert self._learner is not None
             round_.requested_base = self._learner.positions[announcement.fragment].base_version
             self._effects.emit(TakeSnapshot(announcement.fragment, round_.version, round_.requested_base))
@@ -379,7 +386,7 @@ class RoundParticipant:
     def _order_of_sum(self, contributions: tuple[Contribution, ...]) -> list[int]:
         """Return the places of the contributions in the order in which they are added.
 
-        Float32 sums depend on the order. So it follows the learners' names, not the leader's list or the arrival.
+        Float32 sums depend on the order. So the learners' names decide it, not the leader's list or the arrival.
         """
         return sorted(range(len(contributions)), key=lambda place: contributions[place].learner)
 
@@ -393,11 +400,11 @@ class RoundParticipant:
         else:
             self._effects.emit(StorePayload(ballot.number, fragment, round_.version, ballot.digest, stripes))
 
-    def _may_contribute(self, fragment: int, version: int) -> str:
-        """Return why the learner can't contribute just yet; empty if it can. Asked again when something changes.
+    def _snapshot_hindrance(self, fragment: int, version: int) -> str:
+        """Return why no snapshot can be taken just yet; empty if it can. Asked again when something changes.
 
-        The snapshot is taken against version - 1, after the learner has applied it: so an offer always resolves the
-        snapshot before, and a base is never older than the last inclusion.
+        A snapshot is taken against version - 1, once the learner has applied that. So each offered version settles the
+        snapshot before it, and no base is older than the learner's last inclusion.
         """
         if self._learner is None:
             return "no learner"
@@ -440,7 +447,7 @@ class RoundParticipant:
         self._effects.send(ballot.leader, MergedReceived(ballot.number, digests))
 
     def _tell_receipts(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
-        """Tell of contributions that have arrived, if the leader does not know; the report of a sum says it as well."""
+        """Report contributions that have arrived, if any are new to the leader. The report of a sum implies them."""
         if ballot.is_reducing(self._region) and round_.received_names(ballot, self._region) != ballot.told_names:
             self._report_stripes(round_, ballot)
 
@@ -469,7 +476,6 @@ class RoundParticipant:
             self._effects.emit(CloseBallot(body.ballot, body.fragment, body.version, committed=True))
 
     def _free_late(self, ballot: Ballot, fragment: int, version: int) -> None:
-        """Free late bytes of a finished round, unless this region has yet to apply it: then `on_apply` closes the
-        round."""
+        """Free bytes that came after their round was applied. Until then `on_apply` will free them."""
         if version <= self._versions.applied[fragment]:
             self._effects.emit(CloseBallot(ballot, fragment, version, committed=False))

@@ -196,7 +196,7 @@ def test_a_region_in_half_of_its_pairs_explains_none(names: str, gives: bool) ->
     half = names[1 : 1 + len(names) // 2]
     pairs = {("a", name) if gives else (name, "a") for name in half}
     result = find_culprits(pairs, names, names)
-    assert (result.givers, result.takers, result.unexplained) == ({}, {}, pairs)
+    assert (result.senders, result.receivers, result.unexplained) == ({}, {}, pairs)
 
 
 def pairs_of(names: str) -> st.SearchStrategy[tuple[str, set[tuple[str, str]]]]:
@@ -208,10 +208,10 @@ def pairs_of(names: str) -> st.SearchStrategy[tuple[str, set[tuple[str, str]]]]:
 def test_culprits_explain_every_pair_or_leave_it(case: tuple[str, set[tuple[str, str]]]) -> None:
     names, pairs = case
     result = find_culprits(pairs, names, names)
-    explained = {pair for pair in pairs if pair[0] in result.givers or pair[1] in result.takers}
+    explained = {pair for pair in pairs if pair[0] in result.senders or pair[1] in result.receivers}
     assert explained | result.unexplained == pairs
     assert explained.isdisjoint(result.unexplained)
-    for name, seen_by in [*result.givers.items(), *result.takers.items()]:
+    for name, seen_by in [*result.senders.items(), *result.receivers.items()]:
         assert 2 * len(seen_by) > len(names) - 1, f"more than half of the others say so of {name}"
 
 
@@ -221,7 +221,7 @@ def test_one_faulty_region_never_makes_another_one_look_faulty_on_its_own_side(
 ) -> None:
     pairs = {(faulty, name) if gives else (name, faulty) for name in others - {faulty}}
     result = find_culprits(pairs, NAMES, NAMES)
-    assert set(result.givers) | set(result.takers) <= {faulty}
+    assert set(result.senders) | set(result.receivers) <= {faulty}
 
 
 def question(round_: OpenRound, reports: dict[str, dict[str, float]]) -> set[tuple[str, str]]:

@@ -441,7 +441,7 @@ def test_discard_is_booked_and_then_the_dead_incarnation_is_refused() -> None:
     office.report(status(0, incarnation=2), "b")
     office.leader.take_discards([DISCARD, DISCARD], now_ns=office.now_ns)
     assert list(office.leader.proposals) == [DISCARD]
-    assert office.leader._answers.may_contribute(offered("b"), 1)
+    assert office.leader._answers.merge_fault(offered("b"), 1)
 
 
 def test_discard_waits_while_an_open_round_may_include_the_steps() -> None:

@@ -56,7 +56,7 @@ def received(*names: str, ballot: Ballot = FIRST) -> StripesReceived:
 @pytest.fixture
 def _large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ballots are large ones."""
-    monkeypatch.setattr(participant, "MEMBERS_AT_ONCE", 1)
+    monkeypatch.setattr(participant, "PROMPT_MEMBERS_MAX", 1)
 
 
 # ---- reduce ----------------------------------------------------------------------------------------------------------

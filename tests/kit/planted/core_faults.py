@@ -65,8 +65,8 @@ def _contribute_too_early(core: Any) -> None:
         keep_stripe(replace(event, contribution=replace(event.contribution, base_version=base_version)))
 
     view.participant(core).stripe_arrived = keep_any_stripe  # type: ignore[method-assign]
-    view.participant(core)._may_contribute = lambda fragment, version: ""  # type: ignore[method-assign]
-    view.rounds(core)._answers.may_contribute = lambda contribution, version: ""  # type: ignore[method-assign]
+    view.participant(core)._snapshot_hindrance = lambda fragment, version: ""  # type: ignore[method-assign]
+    view.rounds(core)._answers.merge_fault = lambda contribution, version: ""  # type: ignore[method-assign]
 
 
 def _ignore_settings(core: Any) -> None:

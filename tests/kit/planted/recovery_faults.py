@@ -94,7 +94,7 @@ def _believe_half(core: Any) -> None:
 
     def judge_half(round_: Any, *, now_ns: int) -> str:
         observers = len(core.history.roster.names) - 1
-        blames = [evidence._disputed(round_, reducer, observers - 1) for reducer in round_.reducers]
+        blames = [evidence._dispute_with(round_, reducer, observers - 1) for reducer in round_.reducers]
         proved = [blame for blame in blames if blame is not None and observers > 1]
         judge.blame_all(round_, proved, now_ns=now_ns)
         return "; ".join(blame.reason for blame in proved)

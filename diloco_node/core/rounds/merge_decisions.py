@@ -1,4 +1,4 @@
-"""Numbers of a merge as the leader decides them, by `core.merge.numbers`: every region repeats that (`entry_check`)."""
+"""The leader's decision of a merge, in numbers by `core.merge.numbers`. Every region checks them (`entry_check`)."""
 
 from __future__ import annotations
 
