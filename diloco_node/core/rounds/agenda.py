@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from diloco_node.core.rounds.ballot import first_duration_ns
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.eligibility import Eligibility, Reachability
 from diloco_node.core.rounds.extension import extension
@@ -26,7 +27,8 @@ READY_STEPS: Final = 4
 """Steps that late members get to be ready for the last round of a fragment."""
 
 GIVE_UP_BALLOTS: Final = 8
-"""A fragment's last round may take as long as this many shortest ballots; then the run ends without it."""
+"""A fragment's last round may take as long as this many first ballots; then the run ends without it. That is enough for
+three ballots, each twice as long as the one before, and some time to be ready."""
 
 SHARE_MIN_PART: Final = 32
 """A run ends by tokens only if the median live learner has at least one 32nd of its fair share of them.
@@ -46,17 +48,19 @@ class Ending:
     Attributes:
         reason: what ended it, in words. pending: fragments whose last round is not committed (or given up).
         ready_by_ns: until then a last round waits for every live learner, afterwards it takes those that can.
-        give_up_ns: per fragment, when its last round is given up; set when it is the fragment's turn.
+        turns: per fragment, since when it is its turn, and the longest first ballot of its rounds.
     """
 
     reason: str
     pending: set[int]
     ready_by_ns: int
-    give_up_ns: dict[int, int] = field(default_factory=dict)
+    turns: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def allow(self, fragment: int, *, now_ns: int, ballot_ns: int) -> int:
-        """When the fragment's last round is given up, from its first turn on."""
-        return self.give_up_ns.setdefault(fragment, now_ns + GIVE_UP_BALLOTS * ballot_ns)
+        """When the fragment's last round is given up. ballot_ns: of a first ballot over the links that there are."""
+        since_ns, longest_ns = self.turns.get(fragment, (now_ns, 0))
+        self.turns[fragment] = since_ns, max(longest_ns, ballot_ns)
+        return since_ns + GIVE_UP_BALLOTS * max(longest_ns, ballot_ns)
 
 
 def end_reason(
@@ -206,8 +210,12 @@ class Agenda:
         round_ = rounds.get(fragment)
         if round_ is None and len(rounds) >= self._history.settings.rounds_in_flight_max:
             return None
-        give_up_ns = ending.allow(fragment, now_ns=now_ns, ballot_ns=self._history.settings.ballot_deadline_min_ns)
-        is_over = now_ns >= give_up_ns
+        ballot_ns = self._history.settings.ballot_deadline_min_ns
+        if (
+            round_ is not None
+        ):  # where links are slow it takes minutes, and is the only one that can save the last steps
+            ballot_ns = max(ballot_ns, first_duration_ns(round_.deadline, round_.attempt))
+        is_over = now_ns >= ending.allow(fragment, now_ns=now_ns, ballot_ns=ballot_ns)
         if round_ is None:
             return self._open_last(ending, fragment, is_over, now_ns)
         if not is_over or round_.is_proposed:

@@ -83,6 +83,11 @@ def ballot_deadline(
     return Deadline(duration_ns, derivation)
 
 
+def first_duration_ns(deadline: Deadline, attempt: int) -> int:
+    """Return how long a round's first ballot was to take, from the deadline of this attempt."""
+    return deadline.duration_ns >> min(attempt, ATTEMPTS_DOUBLED_MAX)
+
+
 class BallotClock:
     """Remembers how long ballots took, and gives new ones their deadline."""
 

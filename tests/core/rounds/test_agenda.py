@@ -61,3 +61,5 @@ def test_last_rounds_wait_a_few_steps_for_everybody_and_are_given_up_in_the_end(
     assert fast.ready_by_ns == 7 + SETTINGS.ballot_deadline_min_ns
     assert ending.allow(1, now_ns=10, ballot_ns=SECOND) == 10 + GIVE_UP_BALLOTS * SECOND
     assert ending.allow(1, now_ns=99, ballot_ns=SECOND) == 10 + GIVE_UP_BALLOTS * SECOND, "from its first turn on"
+    assert ending.allow(1, now_ns=99, ballot_ns=60 * SECOND) == 10 + GIVE_UP_BALLOTS * 60 * SECOND, "slow links"
+    assert ending.allow(1, now_ns=99, ballot_ns=SECOND) == 10 + GIVE_UP_BALLOTS * 60 * SECOND, "also between two rounds"

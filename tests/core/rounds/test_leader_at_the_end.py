@@ -134,3 +134,22 @@ def test_the_run_ends_without_a_round_that_nobody_brings_to_an_end() -> None:
     assert given_up == [0]
     office.go(SETTINGS.heartbeat_ns)
     assert len(office.leader.proposals) == 1, "once"
+
+
+def test_the_last_round_of_slow_learners_has_the_time_that_it_takes() -> None:
+    slow = replace(status(12), step_time_ns=20 * SECOND)
+    office = Office()
+    office.report(slow)
+    office.leader.request_finish("enough")
+    office.go()
+    assert {fragment: round_.is_last for fragment, round_ in office.leader.rounds.items()} == {0: True, 1: True}
+    begun_ns = office.now_ns
+    while office.now_ns - begun_ns < 2 * GIVE_UP_BALLOTS * SETTINGS.ballot_deadline_min_ns:
+        office.report(slow)
+        office.go(SETTINGS.heartbeat_ns)
+    assert [note.text for note in office.notes if "without this round" in note.text] == []
+    finish(office)
+    assert office.history.versions == [1, 1]
+    office.report(slow)
+    office.go()
+    assert list(office.leader.proposals) == [FinishedBody((1, 1), "enough")]
