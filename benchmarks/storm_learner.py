@@ -84,7 +84,7 @@ class StormLearner:
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=spec.lr, betas=(0.9, 0.99), fused=True)
         text = np.load(Path(spec.folder) / CORPUS_NAME, mmap_mode="r")
-        corpus = Corpus(train=text, held_out=text[:0], files=1, skipped=0)
+        corpus = Corpus(train=text, held_out=text[:0])
         self._sampler = RegionSampler(
             corpus, region=rank, regions=spec.groups, batch=spec.batch, context=spec.context, seed=spec.seed
         )

@@ -50,12 +50,6 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
-class _Area:
-    fd: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class PlaceMark:
     """Where a learner stands, as it writes it at each step boundary: what its death would lose, and why it pauses.
 
@@ -113,7 +107,7 @@ class MemoryStore:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._areas: dict[str, _Area] = {}
+        self._areas: dict[str, int] = {}  # descriptors
         self._closing = threading.Event()
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -144,7 +138,7 @@ class MemoryStore:
         self._socket.close()
         self.path.unlink(missing_ok=True)
         for area in self._areas.values():
-            os.close(area.fd)
+            os.close(area)
         self._areas.clear()
 
     def contents(self, name: str) -> bytes | None:
@@ -153,7 +147,7 @@ class MemoryStore:
         if area is None:
             return None
         try:
-            return os.pread(area.fd, CONTENTS_BYTES_MAX, 0)
+            return os.pread(area, CONTENTS_BYTES_MAX, 0)
         except OSError:  # replaced by one of another size in this moment
             return None
 
@@ -182,21 +176,21 @@ class MemoryStore:
         except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
             connection.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
             return
-        socket.send_fds(connection, [json.dumps({"size_bytes": area.size_bytes}).encode()], [area.fd])
+        socket.send_fds(connection, [json.dumps({"size_bytes": os.fstat(area).st_size}).encode()], [area])
 
-    def _area(self, name: object, size_bytes: object) -> _Area:
+    def _area(self, name: object, size_bytes: object) -> int:
         if not isinstance(name, str) or _NAME.fullmatch(name) is None:
             raise ValueError(f"area name {name!r} is not lower-case letters, digits, - and _")
         if not isinstance(size_bytes, int) or not 0 < size_bytes <= AREA_BYTES_MAX:
             raise ValueError(f"area {name}: size {size_bytes!r} B is not in 1..{AREA_BYTES_MAX}")
         current = self._areas.get(name)
-        if current is not None and current.size_bytes == size_bytes:
+        if current is not None and os.fstat(current).st_size == size_bytes:
             return current
         if current is None and len(self._areas) >= AREAS_MAX:
             raise ValueError(f"area {name}: there are {AREAS_MAX} areas already")
-        area = _Area(_create(name, size_bytes), size_bytes)
+        area = _create(name, size_bytes)
         if current is not None:
-            os.close(current.fd)
+            os.close(current)
         self._areas[name] = area
         return area
 

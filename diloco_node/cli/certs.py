@@ -57,7 +57,7 @@ def add(
     """Make certificates for further regions, where ca.key is."""
     from diloco_node.transport.authority import add_regions
 
-    folder = _folder(folder, config)
+    folder = folder if folder is not None else load(config).run.certs_dir
     add_regions(folder, regions, run_id=run_id)
     typer.echo(f"{folder}: each folder goes to its region")
     _list(folder, sorted(regions))
@@ -83,7 +83,7 @@ def renew(
 
     if is_authority + is_last + bool(regions) > 1:
         raise ConfigError("one thing at a time: regions, --ca (for all), or --drop-old-ca (for all)")
-    folder = _folder(folder, config)
+    folder = folder if folder is not None else load(config).run.certs_dir
     if is_authority:
         names = authority.renew_authority(folder)
         news = "trusts both authorities when ca.pem is there"
@@ -122,10 +122,6 @@ def revoke(
         f"{folder.name} revokes certificate {fingerprint} of {region} when a majority agrees; "
         f"`diloco-node certs renew {region}` makes another one"
     )
-
-
-def _folder(folder: Path | None, config: Path | None) -> Path:
-    return folder if folder is not None else load(config).run.certs_dir
 
 
 def _list(folder: Path, names: list[str]) -> None:

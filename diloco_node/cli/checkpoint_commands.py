@@ -5,33 +5,23 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from diloco_node.cli.places import copies_or_run
+from diloco_node.cli.places import CopiesArgument, copies_or_run
 from diloco_node.cli.tables import table_lines
 from diloco_node.errors import ConfigError
 from diloco_node.escaping import escaped
 
-if TYPE_CHECKING:
-    from diloco_node.daemon.checkpoints import VersionRow
-
 app = typer.Typer(help="List, verify and copy versions of a run.", no_args_is_help=True, rich_markup_mode=None)
 
-PlaceArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="REGION|STATE-FOLDER|COPIES",
-        help="A region of run.toml, its state folder, that of all regions, or where copies are: a URL or a folder.",
-    ),
-]
 VersionOption = Annotated[int | None, typer.Option("--version", metavar="N", min=0, help="Only this version.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
 
 @app.command("list")
-def list_versions(place: PlaceArgument, *, as_json: JsonOption = False) -> None:
+def list_versions(place: CopiesArgument, *, as_json: JsonOption = False) -> None:
     """List the versions that can be given back, and what the others lack."""
     from diloco_node.daemon.checkpoint_copies import copies_at
     from diloco_node.daemon.checkpoints import copy_rows, region_rows
@@ -43,12 +33,17 @@ def list_versions(place: PlaceArgument, *, as_json: JsonOption = False) -> None:
     if as_json:
         typer.echo(json.dumps({"versions": [asdict(row) for row in rows]}))
         return
-    for line in version_lines(rows):
-        typer.echo(line)
+    columns = [*((name, "right") for name in ("version", "step", "tokens", "bytes")), ("written at (UTC)", "left")]
+    cells = []
+    for row in rows:
+        counts = ("-" if count is None else f"{count:,}" for count in (row.step, row.tokens, row.content_bytes))
+        written_at, state = row.written_at[:19].replace("T", " "), f"lacks {row.lack}" if row.lack else "whole"
+        cells.append((str(row.version), *counts, escaped(written_at), escaped(state)))
+    typer.echo("\n".join(table_lines([*columns, ("state", "left")], cells)))
 
 
 @app.command()
-def verify(place: PlaceArgument, *, version: VersionOption = None) -> None:
+def verify(place: CopiesArgument, *, version: VersionOption = None) -> None:
     """Compare what is on disk, or in copies, with the digests that the run gave it. Exit code 0: all is equal.
 
     Nothing is changed, and a daemon may run on the folder. `diloco-node replay` computes all versions again.
@@ -72,7 +67,7 @@ def verify(place: PlaceArgument, *, version: VersionOption = None) -> None:
 
 @app.command()
 def copy(
-    place: PlaceArgument,
+    place: CopiesArgument,
     target: Annotated[str, typer.Argument(metavar="TO", help="s3://BUCKET/PREFIX, gs://, az://, or a folder.")],
     *,
     version: VersionOption = None,
@@ -102,14 +97,3 @@ def copy(
         f"{copies_to.place}@{checkpoint.version}: run {escaped(checkpoint.run_id)}, step {checkpoint.step:,}, "
         f"{checkpoint.content_bytes:,} bytes{'' if is_new else ', was there already'}"
     )
-
-
-def version_lines(rows: list[VersionRow]) -> list[str]:
-    """For people: a line for each version."""
-    columns = [*((name, "right") for name in ("version", "step", "tokens", "bytes")), ("written at (UTC)", "left")]
-    cells = []
-    for row in rows:
-        counts = ("-" if count is None else f"{count:,}" for count in (row.step, row.tokens, row.content_bytes))
-        written_at, state = row.written_at[:19].replace("T", " "), f"lacks {row.lack}" if row.lack else "whole"
-        cells.append((str(row.version), *counts, escaped(written_at), escaped(state)))
-    return table_lines([*columns, ("state", "left")], cells)

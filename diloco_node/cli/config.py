@@ -26,7 +26,13 @@ def show(
     node_config = load(config, assignments=assignments)
     rows = [row for row in node_config.rows() if setting in (None, row[0])]
     if setting is not None:
-        _explain(setting, rows)
+        from diloco_node.config.reference import explanation
+
+        if not rows:
+            raise ConfigError(f"there is no setting {setting}: `diloco-node config show` lists them all")
+        for key, value, where in rows:
+            typer.echo(f"{key} = {value}  # {where}")
+        typer.echo(explanation(setting))
         return
     if as_json:
         settings = {key: {"value": value, "origin": where} if origin else value for key, value, where in rows}
@@ -65,13 +71,3 @@ def set_in_run(
     for change in changes:
         typer.echo(f"{folder.name} orders {change}")
     typer.echo("Each region says when it has it. Change run.toml in each, too: a start names what differs")
-
-
-def _explain(key: str, rows: list[tuple[str, str, str]]) -> None:
-    from diloco_node.config.reference import explanation
-
-    if not rows:
-        raise ConfigError(f"there is no setting {key}: `diloco-node config show` lists them all")
-    for name, value, origin in rows:
-        typer.echo(f"{name} = {value}  # {origin}")
-    typer.echo(explanation(key))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from diloco_node import __version__
-from diloco_node.cli.places import copies_or_run
+from diloco_node.cli.places import CopiesArgument, copies_or_run
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.integrations.weight_files import check_hub_name, has_weights
 
@@ -49,13 +49,7 @@ class ExportForm(StrEnum):
 
 def export(
     *,
-    place: Annotated[
-        str,
-        typer.Argument(
-            metavar="REGION|STATE-FOLDER|COPIES",
-            help="A region of run.toml, its state folder, that of all regions, or where copies are: a URL or a folder.",
-        ),
-    ],
+    place: CopiesArgument,
     out: Annotated[str, typer.Argument(metavar="OUT", help="The folder to write, or a URL such as s3://BUCKET/NAME.")],
     config: Annotated[
         Path | None,

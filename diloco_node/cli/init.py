@@ -151,10 +151,11 @@ def run_toml(new: NewRun) -> str:
     from diloco_node.core.types import RunSettings
 
     usual = RunSettings()
+    # JSON's quotes and escapes are TOML's too.
     lines = [
         "# Written by diloco-node init. The same file serves all regions; docs/run.md says what each setting does.",
         "[run]",
-        f"id = {_quote(new.run_id)}",
+        f"id = {json.dumps(new.run_id)}",
         f"steps = {new.steps}  # of the median learner; 0: no end",
         "",
         "[rounds]",
@@ -162,10 +163,10 @@ def run_toml(new: NewRun) -> str:
         f"# sync_every = {usual.sync_every}  # inner steps between two merges of one part",
     ]
     if new.budget:
-        lines += ["", "[budget]", f"egress = {_quote(new.budget)}", f"ingress = {_quote(new.budget)}"]
+        lines += ["", "[budget]", f"egress = {json.dumps(new.budget)}", f"ingress = {json.dumps(new.budget)}"]
     ports = admin_ports(new.regions)
     for name, address in new.regions.items():
-        where = "# no address: it dials the others" if address is None else f"address = {_quote(address)}"
+        where = "# no address: it dials the others" if address is None else f"address = {json.dumps(address)}"
         admin = f"admin_port = {ports[name]}  # dashboard, status and metrics, on loopback only"
         lines += ["", f"[regions.{name}]", where, admin]
     return "\n".join(lines) + "\n"
@@ -201,11 +202,6 @@ def _is_loopback(host: str) -> bool:
         return last in LOOPBACK_NAMES or first in (*LOOPBACK_NAMES, socket.gethostname().lower().partition(".")[0])
     address = getattr(address, "ipv4_mapped", None) or address
     return address.is_loopback or address.is_unspecified
-
-
-def _quote(text: str) -> str:
-    """A string of TOML, whatever it holds: JSON's quotes and escapes are TOML's too."""
-    return json.dumps(text)
 
 
 def _check(text: str) -> None:

@@ -97,7 +97,12 @@ def join_run(
         if settings.regions[region].joined and read_run_record(settings.state_dir(region)) is None:
             _count_again(path, certs_dir / region, identity, address, own_address)
         return
-    _check_folder(state_dir / region, identity.run_id)
+    record = read_run_record(state_dir / region)
+    if record is not None and record.genesis.run_id != identity.run_id:
+        raise ConfigError(
+            f"{state_dir / region} holds run {record.genesis.run_id}, the certificate is of run {identity.run_id}: "
+            "give another --state-dir"
+        )
     peer, answer = _until_listed(certs_dir / region, identity, address, own_address, patience_s=PATIENCE_S)
     _write(path, _toml(region, address, peer, answer, flags=flags, assignments=assignments))
     _say(f"{region} is a member of run {identity.run_id}: {path} is written, and the next start needs no --join")
@@ -136,16 +141,6 @@ def _check_written(config: NodeConfig, path: Path, region: str, run_id: str) -> 
         raise ConfigError(
             f"{path} is there already, of run {config.run.id}{lack}; the certificate is of {region} in run {run_id}: "
             "name another file with --config, for --join writes it"
-        )
-
-
-def _check_folder(folder: Path, run_id: str) -> None:
-    from diloco_node.daemon.run_record import read_run_record
-
-    record = read_run_record(folder)
-    if record is not None and record.genesis.run_id != run_id:
-        raise ConfigError(
-            f"{folder} holds run {record.genesis.run_id}, the certificate is of run {run_id}: give another --state-dir"
         )
 
 

@@ -49,8 +49,10 @@ def ledger(
             if reader.base.index > max(last_index, first - 1):
                 typer.echo(base_line(reader.base, as_json=as_json))
             for entry in entries:
-                if entry.index >= first:
-                    typer.echo(json.dumps(as_document(entry), default=bytes.hex) if as_json else entry_line(entry))
+                if entry.index >= first and as_json:
+                    typer.echo(json.dumps(as_document(entry), default=bytes.hex))
+                elif entry.index >= first:  # words may be another region's
+                    typer.echo(escaped(f"#{entry.index} term {entry.term} {kind_of(entry)}: {_body_words(entry)}"))
             last_index = max(last_index, reader.base.index + len(reader.entries))
             if not follow:
                 if last_index < first:
@@ -88,11 +90,6 @@ def kind_of(entry: Entry) -> str:
     from diloco_node.core.ledger.entries import body_kind
 
     return body_kind(entry.body)
-
-
-def entry_line(entry: Entry) -> str:
-    """Describe an entry for people. Its words may be another region's, so they are escaped."""
-    return escaped(f"#{entry.index} term {entry.term} {kind_of(entry)}: {_body_words(entry)}")
 
 
 def _body_words(entry: Entry) -> str:

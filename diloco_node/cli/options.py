@@ -25,6 +25,10 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as rounds.sync_every=16; may be repeated."),
 ]
+OwnRegionOption = Annotated[
+    str | None,
+    typer.Option("--region", "-r", metavar="NAME", help="Who we are [default: the one whose key is here]."),
+]
 
 
 def load(

@@ -41,6 +41,13 @@ RegionsArgument = Annotated[
         "regions of run.toml on this machine]",
     ),
 ]
+CopiesArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="REGION|STATE-FOLDER|COPIES",
+        help="A region of run.toml, its state folder, that of all regions, or where copies are: a URL or a folder.",
+    ),
+]
 
 
 def find_targets(places: Sequence[str], config: Path | None) -> list[Target]:

@@ -109,7 +109,7 @@ def start(
 
         typer.echo(end)
         # Who ends before it is ready has failed, says systemd, and starts it again.
-        ServiceManager(os.environ, os.getpid()).ready()
+        ServiceManager(os.environ, os.getpid()).send("READY=1")
         return
     if serve and not end:
         raise ConfigError(f"--serve is for a run that is finished in {region}; this one is not: leave it out")
@@ -122,7 +122,12 @@ def start(
     check_start(settings, region, command or ())
     spec = dataclasses.replace(prepare(settings, region, command or ()), is_verbose=verbose)
     if serve:
-        spec = serving_spec(spec)
+        from diloco_node.daemon.spec import NodeSpec
+
+        # Without a learner, and with a daemon that waits for regions that lack the end of the run.
+        node_file = spec.state_dir / NODE_NAME
+        dataclasses.replace(NodeSpec.load(node_file), is_serving=True).save(node_file)
+        spec = dataclasses.replace(spec, learner_command=None, preload=())
         changes = ["serves until all other regions have told it that they have the end; Ctrl-C ends it before"]
     if len(settings.regions) == 2:
         changes.append("with two regions merging stops when either is gone (training goes on); use three")
@@ -268,7 +273,8 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
             ON_SPIKE_VARIABLE: config.learner.on_spike,
             ENCODER_VARIABLE: config.learner.encode,
             PLACE_VARIABLE: place_of(config, region),
-            **({} if command or config.model.ranks == 1 else ranks_apart()),
+            # The same as its -P, for ranks that torchrun starts.
+            **({"PYTHONSAFEPATH": "1"} if not command and config.model.ranks > 1 and "-P" in python_apart() else {}),
         },
         hang_s=config.learner.hang.ns / 1e9,
         stop_s=config.learner.stop_grace.ns / 1e9,
@@ -287,15 +293,6 @@ def place_of(config: NodeConfig, region: str) -> str:
     return f"{list(places).index(region)}/{len(places)}"
 
 
-def serving_spec(spec: SupervisorSpec) -> SupervisorSpec:
-    """The same region without a learner, and with a daemon that waits for regions that lack the end of the run."""
-    from diloco_node.daemon.spec import NodeSpec
-
-    node_file = spec.state_dir / NODE_NAME
-    dataclasses.replace(NodeSpec.load(node_file), is_serving=True).save(node_file)
-    return dataclasses.replace(spec, learner_command=None, preload=())
-
-
 def python_apart() -> list[str]:
     """Python that imports nothing from the folder where it is started, but for this package itself.
 
@@ -303,11 +300,6 @@ def python_apart() -> list[str]:
     """
     is_from_here = Path(__file__).resolve().parents[2] == Path.cwd().resolve()
     return [sys.executable] if is_from_here else [sys.executable, "-P"]
-
-
-def ranks_apart() -> dict[str, str]:
-    """The same for ranks that torchrun starts, as variables of the environment."""
-    return dict.fromkeys(["PYTHONSAFEPATH"] * ("-P" in python_apart()), "1")
 
 
 def trainer_command(config: NodeConfig) -> list[str]:

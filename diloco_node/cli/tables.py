@@ -125,12 +125,9 @@ def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
         columns = [(COLUMNS[at], "left" if COLUMNS[at] in LEFT else "right") for at in places]
         return table_lines(columns, [[row[at] for at in places] for row in rows], gap=gap)
 
-    def is_too_wide(lines: Sequence[str]) -> bool:
-        return width is not None and max(map(len, lines)) > width
-
     table = layout(2)
     for column in ("", *LEFT_OUT):
-        if is_too_wide(table):
+        if width is not None and max(map(len, table)) > width:
             hidden.append(column)
             table = layout(1)
     lines = table[:1]

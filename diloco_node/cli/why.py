@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from diloco_node.cli.options import ConfigOption
 from diloco_node.cli.places import CONVENTION, RegionsArgument, find_targets, targets_in
 from diloco_node.errors import ConfigError
-
-if TYPE_CHECKING:
-    from diloco_node.health.explanation import Explanation
 
 
 def why(
@@ -26,7 +23,7 @@ def why(
     Folders and ports are asked about all regions. With the name of a region, findings about others are left out.
     """
     from diloco_node.cli.admin_client import ask_all, check_answers
-    from diloco_node.cli.tables import output_width
+    from diloco_node.cli.tables import finding_lines, output_width, wrap_text
     from diloco_node.health.explanation import explain, region_names
 
     folders = [place for place in places or () if targets_in(place)]
@@ -42,17 +39,11 @@ def why(
     if as_json:
         typer.echo(json.dumps(explanation.document()))
         return
-    for line in why_lines(explanation, output_width()):
-        typer.echo(line)
-
-
-def why_lines(explanation: Explanation, width: int | None) -> list[str]:
-    """Show the health, then each cause."""
-    from diloco_node.cli.tables import finding_lines, wrap_text
-
+    width = output_width()
     lines = wrap_text(explanation.line, width)
     for finding in explanation.findings:
         lines += finding_lines(finding, width)
     if not explanation.findings:
         lines.append("nothing is slow, as far as these regions know")
-    return lines
+    for line in lines:
+        typer.echo(line)

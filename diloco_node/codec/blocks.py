@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -138,16 +137,6 @@ class FragmentBlocks:
         """How many bytes blocks [block_start, block_stop) have when encoded."""
         span = self.byte_slice(block_start, block_stop)
         return int(span.stop - span.start)
-
-    def split(self, stripes: int, block_start: int = 0, block_stop: int | None = None) -> list[tuple[int, int]]:
-        """Cut a span into at most `stripes` non-empty spans with about the same number of blocks, for threads."""
-        stop = self.block_count if block_stop is None else block_stop
-        self.check_span(block_start, stop)
-        if stripes < 1:
-            raise ValueError(f"stripes must be at least 1, got {stripes}")
-        count = stop - block_start
-        edges = [block_start + count * index // stripes for index in range(stripes + 1)]
-        return [(start, end) for start, end in pairwise(edges) if start < end]
 
     def check_span(self, block_start: int, block_stop: int) -> None:
         """Raise ValueError unless 0 <= block_start <= block_stop <= block_count."""

@@ -48,8 +48,12 @@ def loops() -> ModuleType:
 
 def cache_folder() -> Path | None:
     """Return the first folder that takes files; None, with a warning, if there is none."""
-    refusals = []
-    for folder in _candidates():
+    refusals, folders = [], []
+    if place := os.environ.get("NUMBA_CACHE_DIR"):
+        folders.append(Path(place))
+    with suppress(RuntimeError):  # no home
+        folders.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / CACHE_NAME)
+    for folder in folders:
         if not (refusal := _refusal(folder)):
             return folder
         refusals.append(refusal)
@@ -79,13 +83,6 @@ def _announcing(folder: Path | None) -> Iterator[None]:
 
     with install_listener("numba:compile", Teller()):
         yield
-
-
-def _candidates() -> Iterator[Path]:
-    if place := os.environ.get("NUMBA_CACHE_DIR"):
-        yield Path(place)
-    with suppress(RuntimeError):
-        yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / CACHE_NAME
 
 
 def _refusal(folder: Path) -> str:

@@ -70,10 +70,8 @@ def squared_norms(blocks: FragmentBlocks, payload: Buffer, block_start: int = 0,
     no encoder wrote.
     """
     span = _Span(blocks, block_start, block_stop)
-    norms = np.zeros(blocks.pieces, dtype=np.float64)
-    bad_block = loops().norms_span(*span.place, span.payload(payload), norms, *_scratch())
-    span.raise_if_corrupt(bad_block)
-    return norms
+    span.raise_if_corrupt(loops().norms_span(*span.place, span.payload(payload), span.norms, *_scratch()))
+    return span.norms
 
 
 def decode(
@@ -84,10 +82,9 @@ def decode(
     Returns and raises: as `squared_norms`; ValueError if `out` does not fit. `out` is half written when refused.
     """
     span = _Span(blocks, block_start, block_stop)
-    norms = np.zeros(blocks.pieces, dtype=np.float64)
     source, target = span.payload(payload), span.writable(out, np.float32, "out")
-    span.raise_if_corrupt(loops().decode_span(*span.place, source, target, norms, *_scratch()))
-    return norms
+    span.raise_if_corrupt(loops().decode_span(*span.place, source, target, span.norms, *_scratch()))
+    return span.norms
 
 
 def accumulate(
@@ -103,11 +100,10 @@ def accumulate(
     Returns and raises: as `squared_norms`, without the coefficient; ValueError: another array does not fit.
     """
     span = _Span(blocks, block_start, block_stop)
-    norms = np.zeros(blocks.pieces, dtype=np.float64)
     source, target = span.payload(payload), span.writable(acc, np.float32, "acc")
     factors = span.per_piece(coefficients, "coefficients")
-    span.raise_if_corrupt(loops().accumulate_span(*span.place, source, factors, target, norms, *_scratch()))
-    return norms
+    span.raise_if_corrupt(loops().accumulate_span(*span.place, source, factors, target, span.norms, *_scratch()))
+    return span.norms
 
 
 def outer_step(
@@ -146,8 +142,7 @@ def outer_step(
     scale = span.per_piece(factors, "factors")
     arrays = span.writable(theta, np.float32, "theta"), span.writable(momentum, np.float32, "momentum")
     if not is_checked:
-        norms = np.zeros(blocks.pieces, dtype=np.float64)
-        span.raise_if_corrupt(loops().norms_span(*span.place, source, norms, *_scratch()))
+        span.raise_if_corrupt(loops().norms_span(*span.place, source, span.norms, *_scratch()))
     loops().outer_span(*span.place, source, scale, np.float32(lr), np.float32(mu), *arrays, *_scratch())
 
 
@@ -160,27 +155,27 @@ def _encode(
     blocks: FragmentBlocks, values: F32, minus: F32 | None, out: Buffer, block_start: int, block_stop: int | None
 ) -> F64:
     span = _Span(blocks, block_start, block_stop)
-    norms = np.zeros(blocks.pieces, dtype=np.float64)
     source = span.checked(values, np.float32, "values")
     subtrahend = None if minus is None else span.checked(minus, np.float32, "theta")
     target = span.writable(_as_bytes(out), np.uint8, "out", span.bytes_count)
     difference = np.empty(256, np.float32)
-    bad_block = loops().encode_span(*span.place, source, subtrahend, target, norms, difference, *_scratch())
+    bad_block = loops().encode_span(*span.place, source, subtrahend, target, span.norms, difference, *_scratch())
     if bad_block >= 0:
         piece = blocks.piece_of(bad_block)
         raise PayloadCorrupt(
             f"values to encode are NaN, infinite or above 2^100 in block {bad_block} (piece {piece}): "
             "the training run has diverged or its memory is damaged"
         )
-    return norms
+    return span.norms
 
 
 class _Span:
-    """The checked range of one call, and checks of the arrays that must fit it."""
+    """The checked range of one call, checks of the arrays that must fit it, and room for the norms of its pieces."""
 
     def __init__(self, blocks: FragmentBlocks, block_start: int, block_stop: int | None) -> None:
         stop = blocks.block_count if block_stop is None else block_stop
         self.blocks = blocks
+        self.norms: F64 = np.zeros(blocks.pieces, dtype=np.float64)
         self.values_count = blocks.span_values(block_start, stop)
         self.bytes_count = blocks.span_bytes(block_start, stop)
         piece = blocks.piece_of(block_start) if block_start < stop else 0

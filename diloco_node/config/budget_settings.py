@@ -51,7 +51,8 @@ Ceiling = Annotated[Rate, PlainValidator(parse_ceiling)]
 Minute = Annotated[int, BeforeValidator(parse_minute)]
 
 
-def _ceiling(description: str, touch_when: str) -> Any:
+def ceiling(description: str, touch_when: str) -> Any:
+    """Describe a setting that is a ceiling; none: no limit. See `setting`."""
     return setting(None, description, touch_when, changes="running", examples=["2Gbit/s"])
 
 
@@ -60,8 +61,8 @@ class LimitsSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    egress: Ceiling | None = _ceiling("ceiling of the traffic to that region", "one link is narrow or dear")
-    ingress: Ceiling | None = _ceiling("ceiling of the traffic from it", "one link is narrow or dear")
+    egress: Ceiling | None = ceiling("ceiling of the traffic to that region", "one link is narrow or dear")
+    ingress: Ceiling | None = ceiling("ceiling of the traffic from it", "one link is narrow or dear")
 
     def rates(self) -> RateLimits:
         """In bytes per second."""
@@ -74,8 +75,8 @@ class LimitsSection(BaseModel):
 class WindowSection(LimitsSection):
     """`[[budget.schedule]]`: other ceilings between two times of day, by this machine's clock."""
 
-    egress: Ceiling | None = _ceiling("instead of `budget.egress`; none: as ever", "the line is free at night")
-    ingress: Ceiling | None = _ceiling("instead of `budget.ingress`; none: as ever", "the line is free at night")
+    egress: Ceiling | None = ceiling("instead of `budget.egress`; none: as ever", "the line is free at night")
+    ingress: Ceiling | None = ceiling("instead of `budget.ingress`; none: as ever", "the line is free at night")
     start: Minute = setting(
         ..., "time of day by this machine's clock, as `22:00`", "with a schedule", changes="running", examples=["22:00"]
     )
@@ -91,10 +92,10 @@ class WindowSection(LimitsSection):
 class BudgetSection(LimitsSection):
     """`[budget]`: ceilings of each region, wire bytes of all its links together. Its own ones go first."""
 
-    egress: Ceiling | None = _ceiling(
+    egress: Ceiling | None = ceiling(
         "ceiling of what each region sends, all links together; none: no limit", "the line is shared or paid"
     )
-    ingress: Ceiling | None = _ceiling("the same of what it receives", "the line is shared or paid")
+    ingress: Ceiling | None = ceiling("the same of what it receives", "the line is shared or paid")
     per_peer: Annotated[dict[str, LimitsSection], Field(examples=[{}])] = {}
     # The first window that holds decides.
     schedule: Annotated[tuple[WindowSection, ...], Field(max_length=WINDOWS_MAX, examples=[()])] = ()

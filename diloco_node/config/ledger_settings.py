@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Final
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
+from diloco_node.config import reference
 from diloco_node.config.field_types import Changes, changes
-from diloco_node.config.reference import settings as all_settings
 from diloco_node.config.resolve import default_outer, did_you_mean, explain
 from diloco_node.config.schema import RoundsSection
 from diloco_node.config.setting_texts import section_values
@@ -73,15 +71,7 @@ def changed_settings(settings: RunSettings, assignments: Sequence[str]) -> Setti
 
 
 def _check_key(key: str) -> None:
-    field = _field(key)
+    if (field := reference.setting_of(key)) is None:
+        raise ConfigError(f"there is no setting {key!r}{did_you_mean(key, dict(reference.settings()))}")
     if (kind := changes(field)) != "set":
         raise ConfigError(f"{key} can't be set in a run: {_REASONS.get(key, '')}{_WAYS[kind]}")
-
-
-def _field(key: str) -> FieldInfo:
-    fields = dict(all_settings())
-    prefix, _, name = key.rpartition(".")
-    prefix = re.sub(r"^(regions|budget\.per_peer)\..*", r"\1.NAME", prefix)
-    if (field := fields.get(f"{prefix}.{name}")) is None:
-        raise ConfigError(f"there is no setting {key!r}{did_you_mean(key, fields)}")
-    return field

@@ -43,11 +43,16 @@ def settings() -> Iterator[tuple[str, FieldInfo]]:
                 yield f"{prefix}.{name}", field
 
 
-def explanation(key: str) -> str:
-    """Words about one setting, such as "rounds.sync_every" or "regions.eu.address"."""
+def setting_of(key: str) -> FieldInfo | None:
+    """The field of one setting, such as "rounds.sync_every" or "regions.eu.address"; None: there is none."""
     prefix, _, name = key.rpartition(".")
     prefix = re.sub(r"^(regions|budget\.per_peer)\..*", r"\1.NAME", prefix)
-    field = dict(settings()).get(f"{prefix}.{name}")
+    return dict(settings()).get(f"{prefix}.{name}")
+
+
+def explanation(key: str) -> str:
+    """Words about one setting."""
+    field = setting_of(key)
     if field is None:
         return "docs/settings.md has a table of its parts."
     bounds, default = allowed(field).replace("`", ""), default_text(field).strip("`")
@@ -67,7 +72,9 @@ def allowed(field: FieldInfo) -> str:
     kind, more = _plain(field.annotation)
     marks = (*more, *field.metadata)
     bounds = {type(mark).__name__: mark for mark in marks}
-    choices = _choices(kind)
+    choices = ("true", "false") if kind is bool else typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        choices = tuple(str(member.value) for member in kind)
     if choices:
         return ", ".join(f"`{mark}`" for mark in choices)
     if any(getattr(mark, "pattern", None) == NAME_PATTERN for mark in marks):
@@ -80,14 +87,6 @@ def allowed(field: FieldInfo) -> str:
         most = bounds.get("MaxLen")
         return f"a list, at most {most.max_length:,}" if most is not None else "a list"
     return _KINDS.get(typing.get_origin(kind) or kind, "text")
-
-
-def _choices(kind: Any) -> tuple[str, ...]:
-    if kind is bool:
-        return ("true", "false")
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return tuple(str(member.value) for member in kind)
-    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
 
 
 def _plain(hint: Any) -> tuple[Any, tuple[Any, ...]]:

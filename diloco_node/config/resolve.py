@@ -229,7 +229,9 @@ def _explain_one(detail: ErrorDetails, sources: Sources) -> str:
         siblings = _fields_at(key[:-1])
         hint = did_you_mean(key[-1], siblings) or f"; [{'.'.join(key[:-1])}] has {', '.join(siblings)}"
         return f"{'.'.join(key)} ({origin}) is not a setting{hint}"
-    field = _field_at(key)
+    depth = 3 if key[:2] in _BUDGET_TABLES else 2 if key[:1] == ("regions",) else 1
+    fields = _fields_at(key[:depth])
+    field = next((fields[name] for name in key[1:] if name in fields), None)
     if detail["type"] == "missing":
         return f"{'.'.join(key)} is not set: add {key[-1]} = {_example(field)} under [{'.'.join(key[:-1])}] in run.toml"
     value = toml_text(detail["input"])[:_SHOWN_CHARACTERS_MAX]
@@ -248,13 +250,6 @@ def _fields_at(key: Key) -> dict[str, FieldInfo]:
         return _BUDGET_TABLES[key[:2]].model_fields
     section = Tree.model_fields[key[0]].annotation if key and key[0] in Tree.model_fields else Tree
     return section.model_fields if isinstance(section, type) and issubclass(section, BaseModel) else {}
-
-
-def _field_at(key: Key) -> FieldInfo | None:
-    depth = 3 if key[:2] in _BUDGET_TABLES else 2 if key[:1] == ("regions",) else 1
-    fields = _fields_at(key[:depth])
-    names = [name for name in key[1:] if name in fields]
-    return fields[names[0]] if names else None
 
 
 def _example(field: FieldInfo | None) -> str:

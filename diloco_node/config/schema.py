@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from diloco_node.config.budget_settings import BudgetSection, Ceiling
+from diloco_node.config.budget_settings import BudgetSection, Ceiling, ceiling
 from diloco_node.config.field_types import (
     AdminHost,
     HostPort,
@@ -24,6 +24,9 @@ from diloco_node.config.field_types import (
 from diloco_node.config.units import Duration
 from diloco_node.core.merge.fragments import FRAGMENTS_MAX
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
+
+Count = Annotated[Whole, Field(ge=0, le=1 << 40)]
+Port = Annotated[Whole, Field(ge=0, le=65_535)]
 
 NAME_PATTERN: Final = r"^[a-z0-9-]{1,63}$"
 REGIONS_MAX: Final = 64
@@ -62,12 +65,8 @@ class RunSection(Section):
         ge=0,
         le=1 << 62,
     )
-    steps: Whole = agreement(
-        _RUN.steps_max,
-        "end of the run by inner steps of the median learner; 0: no end",
-        "you plan by steps",
-        ge=0,
-        le=1 << 40,
+    steps: Count = agreement(
+        _RUN.steps_max, "end of the run by inner steps of the median learner; 0: no end", "you plan by steps"
     )
     seed: Whole = setting(
         0,
@@ -121,19 +120,11 @@ class ModelSection(Section):
     lr: Number = setting(
         6e-3, "peak learning rate of the inner optimizer", "always, with the size of the model", gt=0, lt=10
     )
-    schedule_steps: Whole = setting(
-        0,
-        "length of the cosine schedule in steps of the median learner; 0: the run's",
-        "the run has no end",
-        ge=0,
-        le=1 << 40,
+    schedule_steps: Count = setting(
+        0, "length of the cosine schedule in steps of the median learner; 0: the run's", "the run has no end"
     )
-    eval_every: Whole = setting(
-        200,
-        "steps of the run between held-out losses; 0: only at the end",
-        "evaluations take too long",
-        ge=0,
-        le=1 << 40,
+    eval_every: Count = setting(
+        200, "steps of the run between held-out losses; 0: only at the end", "evaluations take too long"
     )
     eval_windows: Whole = setting(64, "sequences of one held-out loss", "the loss is noisy", ge=1, le=65_536)
     threads: Whole = setting(1, "CPU threads of torch", "you train on a CPU", ge=1, le=1024)
@@ -222,12 +213,10 @@ class RoundsSection(Section):
         "`carry`: steps that a merge left out go into a later one; `overwrite`: they are thrown away, as in the paper",
         "you compare with the paper",
     )
-    carry_steps_max: Whole = ledger_setting(
+    carry_steps_max: Count = ledger_setting(
         _RUN.carry_steps_max,
         "inner steps up to which carried work counts in full; beyond it counts less. 0: 4 H",
         "regions are often cut off for longer",
-        ge=0,
-        le=1 << 40,
     )
     weight_cap: Number = ledger_setting(
         _RUN.weight_cap,
@@ -360,12 +349,8 @@ class RegionSection(Section):
     listen: HostPort | None = setting(
         None, "HOST:PORT to bind; none: all interfaces, at the address' port", "behind NAT"
     )
-    admin_port: Whole = setting(
-        0,
-        "status and metrics on loopback; 0: a free one, in `admin.port` of its folder",
-        "you want it known",
-        ge=0,
-        le=65_535,
+    admin_port: Port = setting(
+        0, "status and metrics on loopback; 0: a free one, in `admin.port` of its folder", "you want it known"
     )
     admin_host: AdminHost = setting(
         "127.0.0.1",
@@ -373,30 +358,14 @@ class RegionSection(Section):
         "containers; whoever reaches it can read the status",
         examples=["172.20.0.2"],
     )
-    joined: Whole = setting(
+    joined: Count = setting(
         0,
         "changes of the members when this region joined a run that had begun; 0: it founds the run",
         "never: `start --join` writes it",
-        ge=0,
-        le=1 << 40,
     )
-    measure_port: Whole = setting(
-        0, "port of `measure serve`; 0: the region's port", "beside a daemon", ge=0, le=65_535
-    )
-    egress: Ceiling | None = setting(
-        None,
-        "ceiling of this region, instead of `budget.egress`",
-        "its line is another one",
-        changes="running",
-        examples=["2Gbit/s"],
-    )
-    ingress: Ceiling | None = setting(
-        None,
-        "ceiling of this region, instead of `budget.ingress`",
-        "its line is another one",
-        changes="running",
-        examples=["2Gbit/s"],
-    )
+    measure_port: Port = setting(0, "port of `measure serve`; 0: the region's port", "beside a daemon")
+    egress: Ceiling | None = ceiling("ceiling of this region, instead of `budget.egress`", "its line is another one")
+    ingress: Ceiling | None = ceiling("ceiling of this region, instead of `budget.ingress`", "its line is another one")
     payload_archive: bool = setting(
         False, "keeps all payloads and the whole ledger, without end", "you want `replay`, or earlier versions back"
     )

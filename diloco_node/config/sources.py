@@ -111,20 +111,13 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
     except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for key in PATH_KEYS:
-        _take_from(path.parent, tree, key)
+        table, name = tree.get(key[0]), key[1]
+        if isinstance(table, dict) and isinstance(value := table.get(name), str):
+            table[name] = _path_from(path.parent, value, key)
+        elif isinstance(table, dict) and isinstance(value, list):
+            table[name] = [_path_from(path.parent, item, key) if isinstance(item, str) else item for item in value]
     origins = {key: f"{path}:{line}" for key, line in _lines(text).items()}
     return tree, {(): str(path), **origins}
-
-
-def _take_from(folder: Path, tree: dict[str, Any], key: Key) -> None:
-    table, name = tree.get(key[0]), key[1]
-    if not isinstance(table, dict) or name not in table:
-        return
-    value = table[name]
-    if isinstance(value, str):
-        table[name] = _path_from(folder, value, key)
-    elif isinstance(value, list):
-        table[name] = [_path_from(folder, item, key) if isinstance(item, str) else item for item in value]
 
 
 def _path_from(folder: Path, value: str, key: Key) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any, Final
 
 BOUNDS_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -26,13 +27,8 @@ class PhaseTimes:
 
     def document(self) -> dict[str, Any]:
         """Describe each phase: `buckets`, cumulative, as [upper bound or "+Inf", count], and `sum_seconds`."""
+        bounds = (*map(str, BOUNDS_S), "+Inf")
         return {
-            phase: {"buckets": self._cumulative(phase), "sum_seconds": self._sums_s[phase]} for phase in self._counts
+            phase: {"buckets": [*zip(bounds, accumulate(counts), strict=True)], "sum_seconds": self._sums_s[phase]}
+            for phase, counts in self._counts.items()
         }
-
-    def _cumulative(self, phase: str) -> list[tuple[str, int]]:
-        counts, total, buckets = self._counts[phase], 0, []
-        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        return buckets

@@ -109,20 +109,14 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         if self._data is not None:
             self._data.batch += 1
 
-    def on_pre_optimizer_step(self, *_: Any, **context: Any) -> None:
-        """Count the last batch of a step, before that is counted."""
-        if self._data is not None:
-            self._data.batch += 1
+    on_pre_optimizer_step = on_substep_end  # of the last batch of a step, before that is counted
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **context: Any) -> None:
-        """The step was counted at the optimizer; stop when the run is over."""
+        """The step was counted at the optimizer; stop when the run is over, or announce what the trainer does next."""
         self._stop(control)
         self._pause_for(control)
 
-    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **context: Any) -> None:
-        """Announce what the trainer does between epochs."""
-        self._stop(control)
-        self._pause_for(control)
+    on_epoch_end = on_step_end
 
     def on_prediction_step(self, *_: Any, **context: Any) -> None:
         """Announce an evaluation that another callback, or the program, has begun."""

@@ -14,19 +14,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from diloco_node.errors import LearnerError
+from diloco_node.learner.checkpoint import Stateful
 from diloco_node.learner.token_check import TokenCount
 
 
-class LoaderWithState(Protocol):
+class LoaderWithState(Stateful, Protocol):
     """torchdata's `StatefulDataLoader`, or what else has a position."""
 
     def __iter__(self) -> Iterator[Any]: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where it is: nested values."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Go on from there when it is iterated."""
 
 
 class EndlessLoader:

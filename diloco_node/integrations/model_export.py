@@ -55,7 +55,9 @@ def save_model(
     """
     plain = {name: torch.from_numpy(values) for name, values in tensors.items()}
     kind: torch.dtype = getattr(torch, dtype)
-    (folder / CONFIG_NAME).write_text(json.dumps(with_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n")
+    # With another type, to which `from_pretrained` would else round.
+    document = {key: value for key, value in config.items() if key not in ("torch_dtype", "dtype")} | {"dtype": dtype}
+    (folder / CONFIG_NAME).write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     if not is_known(config):
         if base is not None:
             raise ConfigError(f"--base wants a model that transformers knows, not {config['model_type']}: leave it out")
@@ -86,11 +88,6 @@ def save_model(
     _save_tokenizer(tokenizer, folder)
     random = tuple(name for name in other_names if name in parameters and (base is None or name in random_names))
     return SavedModel(False, tuple(other_names), random)
-
-
-def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The config with another type: `from_pretrained` would else round to the one it was made with."""
-    return {key: value for key, value in config.items() if key not in ("torch_dtype", "dtype")} | {"dtype": dtype}
 
 
 def is_known(config: Mapping[str, Any]) -> bool:

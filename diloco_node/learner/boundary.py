@@ -82,7 +82,7 @@ class StepBoundaries:
             self.wish.pass_on(self.ranks, session)
         if look is not None:
             look(boundary.has_orders or fragments.arriving)
-        fragments.verify()
+        fragments.revert.verify()
         if warning := fragments.revert.take_warning():
             log.warning("%s", warning)
             if session is not None:

@@ -213,12 +213,13 @@ class CheckpointWriter:
 
     Attributes:
         written: age of what was saved last, when it is on disk; None until then, and if it could not be written.
-        took_s: seconds that the last one took, with the copying; infinite if it could not be written, None before one.
+        took_s: seconds that the last one took, with the copying; infinite if it could not be written. Before the first:
+            as expected.
     """
 
-    def __init__(self, folder: Path, place: RankPlace = ALONE) -> None:
+    def __init__(self, folder: Path, place: RankPlace = ALONE, *, took_s: float = 0.0) -> None:
         self.written: tuple[int, int] | None = None
-        self.took_s: float | None = None
+        self.took_s = took_s
         self._folder = folder
         self._place = place
         self._thread: threading.Thread | None = None
@@ -338,10 +339,7 @@ def _copied(tensors: Iterable[Tensor]) -> list[Any]:
 
     The loop's later orders wait on the device, so an optimizer's next step does not change what is copied.
     """
-    events = []
-    for device in {tensor.device for tensor in tensors if has_streams(tensor.device)}:
-        events.append(record_event(device))
-    return events
+    return [record_event(device) for device in {tensor.device for tensor in tensors if has_streams(tensor.device)}]
 
 
 def write_checkpoint(

@@ -92,7 +92,6 @@ class Checkpointing:
         self._writer: CheckpointWriter | None = None
         self._saved_at_s = time.monotonic()
         self._whole: tuple[int, int] | None = None
-        self._expected_s = 0.0
 
     def resume(
         self, state_dir: Path, manifest_digest: str, ranks: Ranks, *, tensors: ModelTensors, shards: ShardMap
@@ -111,8 +110,8 @@ class Checkpointing:
         folder = state_dir / "learner" / "checkpoints"
         if self.optimizer is not None:
             self._parts = OptimizerParts(self.optimizer, tensors, shards, ranks.rank)
-        self._writer = CheckpointWriter(folder, RankPlace(ranks.rank, ranks.size))
-        self._expected_s = MOMENT_BYTES * sum(local_part(tensor).numel() for tensor in tensors.names) / BYTES_PER_S
+        expected_s = MOMENT_BYTES * sum(local_part(tensor).numel() for tensor in tensors.names) / BYTES_PER_S
+        self._writer = CheckpointWriter(folder, RankPlace(ranks.rank, ranks.size), took_s=expected_s)
         listing = json.dumps([name.text for name in newest_first(folder)]).encode()
         progress = NO_PROGRESS
         for group in _groups([_names(text) for text in ranks.all_bytes(listing)]):
@@ -203,8 +202,7 @@ class Checkpointing:
         """Whether it is time for the next one."""
         if self._writer is None:
             return False
-        took_s = self._expected_s if self._writer.took_s is None else self._writer.took_s
-        pause_s = min(self._every_s, max(EVERY_MIN_S, took_s / COST_PART))
+        pause_s = min(self._every_s, max(EVERY_MIN_S, self._writer.took_s / COST_PART))
         return time.monotonic() - self._saved_at_s >= pause_s
 
     def save_before_pause(self, progress: TrainingProgress) -> None:
@@ -212,8 +210,7 @@ class Checkpointing:
         writer = self._writer
         if writer is None or writer.is_busy or progress.step <= self.written_step:
             return
-        took_s = self._expected_s if writer.took_s is None else writer.took_s
-        if time.monotonic() - self._saved_at_s >= took_s / PAUSE_COST_PART:
+        if time.monotonic() - self._saved_at_s >= writer.took_s / PAUSE_COST_PART:
             self.save(progress)
 
     def save(self, progress: TrainingProgress, *, is_waiting: bool = False) -> None:

@@ -142,11 +142,6 @@ class LearnerSession:
         assert self._fragments is not None
         return self._fragments
 
-    @property
-    def manifest(self) -> Manifest:
-        """How the model is cut; only after `join`."""
-        return self.fragments.manifest
-
     def join(self, is_stopping: Callable[[], bool]) -> Welcome | None:
         """Wait for the daemon's Welcome. None if `is_stopping` says so first.
 

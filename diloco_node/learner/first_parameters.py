@@ -81,7 +81,13 @@ class FirstParameters:
         All ranks call it, with equal positions.
         """
         if any(position.base_version for position in positions):
-            return self._late_difference()
+            if not self._other_names:
+                return ""
+            return (
+                "the run began with other parameters than this script's, or of another type, in the fragments of "
+                f"{_listing(self._other_names)}. This region goes on from the run's, which the script "
+                f"that was first has made. {WAY_ON}"
+            )
         names = []
         for slab, before in zip(self._slabs, self._samples, strict=True):
             now = sample_of(self._tensors.values(slab))
@@ -99,15 +105,6 @@ class FirstParameters:
             f"the run began with other parameters than this script's, in {_listing(names)}: the norm of all is "
             f"{run**0.5:.4g}, here it was {own**0.5:.4g}. They are of run.init, or of the script that was first. "
             f"{WAY_ON}"
-        )
-
-    def _late_difference(self) -> str:
-        if not self._other_names:
-            return ""
-        return (
-            "the run began with other parameters than this script's, or of another type, in the fragments of "
-            f"{_listing(self._other_names)}. This region goes on from the run's, which the script "
-            f"that was first has made. {WAY_ON}"
         )
 
 

@@ -72,7 +72,7 @@ class LearnerFragments:
 
     Attributes:
         positions, slots: per fragment. step, tokens: of this incarnation, at the last boundary.
-        applied: versions written into the model. carried_steps: own steps kept at these. discounted: with lam below 1.
+        applied: versions written into the model.
         pending_looks: gives the looks at the model, ordered so far, by which a snapshot may be refused.
     """
 
@@ -96,7 +96,7 @@ class LearnerFragments:
         self.shards = shards or whole_map(manifest.tensors)
         # All of these only grow, the first two at a boundary, before anything is carried out there.
         self.step = self.tokens = 0
-        self.applied = self.carried_steps = self.discounted = 0
+        self.applied = 0
         # Per fragment the version in `_base` and what it includes; equal on all ranks.
         self.positions: list[FragmentPosition] = [UNATTACHED for _ in manifest.fragments]
         # None with a single rank. Of several, rank 0 alone has the areas and talks to the daemon.
@@ -415,8 +415,6 @@ class LearnerFragments:
             self._resolve(self._snapshots[index])
         carry_factor = 1.0 if position.base_version < 0 else plan.carry_factor
         self.applied += 1
-        self.carried_steps += kept_steps
-        self.discounted += carry_factor < 1.0
         return OfferApplied(index, version, self.positions[index], carry_factor, kept_steps, self.slots[index])
 
     def _shift(self, incoming: ComingVersion, plan: CarryPlan, snapshot: HeldSnapshot | None) -> None:
@@ -441,13 +439,6 @@ class LearnerFragments:
         self._hold(index, room.host[0, : self._owned[index].size])
         assert self._lane is not None
         self._lane.give_back(room)
-
-    def verify(self) -> None:
-        """At a boundary, before anything is applied: are the values of the last one still there?
-
-        Raises LearnerError: the optimizer undid them.
-        """
-        self.revert.verify()
 
     def _included(self, offer: VersionOffered) -> HeldSnapshot | None:
         if offer.included_snapshot == NO_SNAPSHOT:

@@ -41,7 +41,7 @@ class LossWatch:
             fault = "" if value is None else watch.seen(value)
             if not fault:
                 continue
-            count = watch.wrong_in_a_row
+            count = max(watch.in_a_row, watch.not_finite)
             if count in (1, IN_A_ROW):
                 log.warning("step %d: %s", step, fault)
                 warn(f"step {step}: {fault}")

@@ -351,14 +351,10 @@ def _split(prefix: str, values: Json, tensors: dict[str, Tensor]) -> Json:
     for key, value in values.items():
         if isinstance(value, Tensor):
             tensors[f"{prefix}.{key}"] = value
-        else:
-            plain[key] = _as_json(f"optimizer {prefix}.{key}", value)
+            continue
+        try:
+            plain[key] = json.loads(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            label = f"optimizer {prefix}.{key}"
+            raise LearnerError(f"{label} can't be kept in a checkpoint: {error}; only tensors and JSON can") from error
     return plain
-
-
-def _as_json(label: str, value: Any) -> Any:
-    """The value as JSON gives it back. Raises LearnerError: it is not JSON."""
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise LearnerError(f"{label} can't be kept in a checkpoint: {error}; only tensors and JSON can") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Final, Protocol
 
 from diloco_node.errors import LearnerError
@@ -50,17 +50,14 @@ class CallbackPause:
     """The pauses of a trainer that tells its callbacks when something begins, and when it ends."""
 
     def __init__(self) -> None:
-        self._block: AbstractContextManager[None] | None = None
+        self._pause = ExitStack()
 
     def begin(self, diloco: _Busy | None, activity: str) -> None:
         """Announce a pause; the one before is over."""
         self.end()
         if diloco is not None:
-            self._block = diloco.busy(activity)
-            self._block.__enter__()
+            self._pause.enter_context(diloco.busy(activity))
 
     def end(self) -> None:
         """End the pause, if there is one."""
-        block, self._block = self._block, None
-        if block is not None:
-            block.__exit__(None, None, None)
+        self._pause.close()

@@ -59,10 +59,6 @@ class ShardOrder:
         # Shards that follow in this pass, the next one last; empty: choose.
         self._queue: list[int] = []
 
-    def rows(self, own: tuple[int, ...]) -> int:
-        """Rows of these shards, of all ranks."""
-        return int(self.sizes[list(own)].sum())
-
     def advance(self, own: tuple[int, ...], count: int, starts: I64 | None = None) -> list[RowRange]:
         """Take the next rows; the positions stand after them.
 

@@ -47,11 +47,6 @@ class SpikeWatch:
         self._ascending: list[float] = []
 
     @property
-    def wrong_in_a_row(self) -> int:
-        """How many values were wrong, one after the other, up to now."""
-        return max(self.in_a_row, self.not_finite)
-
-    @property
     def is_end(self) -> bool:
         """Whether the learner has to end: for spikes only where it then takes the merged state."""
         return self.not_finite >= self._not_finite_max or (self._is_rolling_back and self.in_a_row >= IN_A_ROW)

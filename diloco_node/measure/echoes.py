@@ -78,7 +78,9 @@ class EchoProbe:
 
     async def measure(self, peer: str, span_s: float, *, load: asyncio.Task[Any] | None = None) -> Latency:
         """Send echoes for so long, or until the load ends. Raises LinkLost: none came back."""
-        loop, gap_s = asyncio.get_running_loop(), self._gap_s(peer)
+        loop = asyncio.get_running_loop()
+        rate = self._transport.budget_status()["peers"][peer]["egress_bytes_per_s"]
+        gap_s = ECHO_GAP_S if rate is None else max(ECHO_GAP_S, ECHO_WIRE_BYTES * ECHO_SHARE / rate)
         before = await self._transport.tcp_now(peer)
         echoes = self._echoes = Echoes(peer)
         try:
@@ -102,10 +104,6 @@ class EchoProbe:
         share = share_retransmitted(before, after, echoes.answers)
         latency = summarise_rtts(rtts, lost_count=len(order) - len(rtts))
         return replace(latency, retransmitted=share, tcp_rtt_min_ns=least_ns or None)
-
-    def _gap_s(self, peer: str) -> float:
-        rate = self._transport.budget_status()["peers"][peer]["egress_bytes_per_s"]
-        return ECHO_GAP_S if rate is None else max(ECHO_GAP_S, ECHO_WIRE_BYTES * ECHO_SHARE / rate)
 
 
 def share_retransmitted(

@@ -33,10 +33,6 @@ Limits = Callable[[str], tuple[int | None, str]]
 """Called with a peer: the limit of sending to it now, in wire bytes per second (None: none), and its origin."""
 
 
-def forget(_: dict[str, Any]) -> None:
-    """A `OnPartial` for those who want the end only."""
-
-
 @dataclass(frozen=True, slots=True)
 class MeasureRequest:
     """An operator's request.
@@ -109,7 +105,7 @@ class MeasureCommand:
         self._is_running = False
 
     async def run(
-        self, document: Mapping[str, Any], on_progress: OnProgress, on_partial: OnPartial = forget
+        self, document: Mapping[str, Any], on_progress: OnProgress, on_partial: OnPartial = lambda _: None
     ) -> Mapping[str, Any]:
         """Measure.
 
@@ -209,16 +205,12 @@ class MeasureCommand:
 
 def latency_document(load: str, latency: Latency) -> dict[str, Any]:
     """A row of the table: `load` is "none", "out" or "in"."""
-    least = latency.tcp_rtt_min_ns
+    least, figures = latency.tcp_rtt_min_ns, ("min", "p50", "p99", "max", "jitter")
     return {
         "load": load,
         "answered": latency.answered,
         "unanswered": latency.unanswered,
-        "min_seconds": latency.min_ns / NS_PER_S,
-        "p50_seconds": latency.p50_ns / NS_PER_S,
-        "p99_seconds": latency.p99_ns / NS_PER_S,
-        "max_seconds": latency.max_ns / NS_PER_S,
-        "jitter_seconds": latency.jitter_ns / NS_PER_S,
+        **{f"{name}_seconds": getattr(latency, f"{name}_ns") / NS_PER_S for name in figures},
         "retransmitted_share": latency.retransmitted,
         "tcp_rtt_min_seconds": None if least is None else least / NS_PER_S,
     }

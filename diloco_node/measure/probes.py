@@ -71,11 +71,6 @@ async def make_body(executor: Executor) -> memoryview:
     return memoryview(await asyncio.get_running_loop().run_in_executor(executor, os.urandom, BODY_BYTES_MAX))
 
 
-def booked_bytes(transport: GrpcTransport, peer: str) -> int:
-    """Return what the budget has booked in the measurement lane to a peer until now."""
-    return int(transport.budget_status()["peers"][peer]["lanes"]["measurement"]["used_bytes"])
-
-
 @dataclass(frozen=True, slots=True)
 class _Counted:
     at_ns: int
@@ -87,22 +82,14 @@ class _Counted:
 class ProbeSender:
     """Sends probes to a peer until it is stopped, or has used up its bytes or its time. `run` once.
 
-    body: `BODY_BYTES_MAX` bytes to send from. booked: bytes of the measurement lane to this peer until now.
+    body: `BODY_BYTES_MAX` bytes to send from.
     """
 
-    def __init__(
-        self,
-        transport: GrpcTransport,
-        peer: str,
-        request: MeasurementRequested,
-        body: memoryview,
-        read_booked_bytes: Callable[[], int],
-    ) -> None:
+    def __init__(self, transport: GrpcTransport, peer: str, request: MeasurementRequested, body: memoryview) -> None:
         self._transport = transport
         self._peer = peer
         self._request = request
         self._body = body
-        self._booked = read_booked_bytes
         self._left = request.bytes_max
         self._size = BODY_BYTES_MIN
         self._stop = asyncio.Event()
@@ -176,7 +163,8 @@ class ProbeSender:
 
     async def _count(self) -> _Counted:
         tcp = await self._transport.tcp_now(self._peer)
-        return _Counted(time.monotonic_ns(), time.process_time_ns(), self._booked(), tcp)
+        lane = self._transport.budget_status()["peers"][self._peer]["lanes"]["measurement"]
+        return _Counted(time.monotonic_ns(), time.process_time_ns(), int(lane["used_bytes"]), tcp)
 
 
 class ProbeReceiver:

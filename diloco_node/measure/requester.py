@@ -8,7 +8,6 @@ import secrets
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, TypeVar
 
 from diloco_node.errors import DilocoError, LinkLost, PeerError, ProtocolViolation
@@ -21,7 +20,6 @@ from diloco_node.measure.probes import (
     ProbeReceiver,
     ProbeReceivers,
     ProbeSender,
-    booked_bytes,
     make_body,
 )
 from diloco_node.numeric import NS_PER_S
@@ -164,8 +162,7 @@ class MeasurementRequester:
             if flow.is_sending:
                 body = await make_body(self._executor)
                 await self._until_ready(exchange, request)
-                sender = ProbeSender(self._transport, peer, request, body, partial(booked_bytes, self._transport, peer))
-                return await self._out(exchange, sender, limit_s)
+                return await self._out(exchange, ProbeSender(self._transport, peer, request, body), limit_s)
             receiver = stack.enter_context(self._receivers.receiver(peer, request))
             await self._until_ready(exchange, request)
             return await self._in(exchange, receiver, limit_s + SENDER_GRACE_S)

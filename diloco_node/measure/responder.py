@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from diloco_node.errors import DilocoError, ProtocolViolation
 from diloco_node.measure.gate import MeasuringGate
-from diloco_node.measure.probes import ProbeReceivers, ProbeSender, booked_bytes, make_body
+from diloco_node.measure.probes import ProbeReceivers, ProbeSender, make_body
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
 from diloco_node.wire.measure_messages import MeasureMessage
@@ -31,33 +30,23 @@ class _Serving:
     is_admitted: bool = True
 
 
+@dataclass(kw_only=True, slots=True)
 class MeasurementResponder:
     """The end of a measurement that answers."""
 
-    def __init__(
-        self,
-        *,
-        transport: GrpcTransport,
-        gate: MeasuringGate,
-        receivers: ProbeReceivers,
-        remote_link: RemoteLink,
-        spawn: Spawn,
-        executor: Executor,
-        now_ns: Callable[[], int],
-    ) -> None:
-        self._transport = transport
-        self._gate = gate
-        self._receivers = receivers
-        self._remote_link = remote_link
-        self._spawn = spawn
-        self._executor = executor
-        self._now_ns = now_ns
-        self._senders: dict[tuple[str, int], ProbeSender] = {}
-        self.serving: dict[tuple[str, int], asyncio.Task[None]] = {}
+    transport: GrpcTransport
+    gate: MeasuringGate
+    receivers: ProbeReceivers
+    remote_link: RemoteLink
+    spawn: Spawn
+    executor: Executor
+    now_ns: Callable[[], int]
+    senders: dict[tuple[str, int], ProbeSender] = field(default_factory=dict)
+    serving: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)
 
     def begin(self, peer: str, request: msg.MeasurementRequested | msg.LinkTestRequested) -> None:
         """A peer asks. Raises ProtocolViolation: for more than the limits, or twice for the same."""
-        msg.check_request(request, is_daemon=self._gate.is_bounded)
+        msg.check_request(request, is_daemon=self.gate.is_bounded)
         key = (peer, request.measurement)
         if key in self.serving:
             raise ProtocolViolation(f"{peer} asks twice for measurement {request.measurement}")
@@ -65,9 +54,9 @@ class MeasurementResponder:
             purpose = f"the link to {request.region}"
         else:
             purpose = f"bandwidth {'from' if request.is_requester_sending else 'to'} {peer}"
-        reason = self._gate.begin(purpose, requester=peer, bytes_max=request.bytes_max, now_ns=self._now_ns())
+        reason = self.gate.begin(purpose, requester=peer, bytes_max=request.bytes_max, now_ns=self.now_ns())
         if reason:
-            self._transport.send(peer, msg.MeasurementDeclined(request.measurement, reason[:REASON_CHARS_MAX]))
+            self.transport.send(peer, msg.MeasurementDeclined(request.measurement, reason[:REASON_CHARS_MAX]))
             return
         serving = _Serving()
 
@@ -75,12 +64,12 @@ class MeasurementResponder:
             del self.serving[key]
             self._release(serving)  # a task that is cancelled before its first step runs nothing of its own
 
-        task = self.serving[key] = self._spawn(self._serve(peer, request, serving), f"measurement for {peer}")
+        task = self.serving[key] = self.spawn(self._serve(peer, request, serving), f"measurement for {peer}")
         task.add_done_callback(is_over)
 
     def stop(self, peer: str, measurement: int) -> None:
         """A peer has enough, or gives up."""
-        sender, task = self._senders.get((peer, measurement)), self.serving.get((peer, measurement))
+        sender, task = self.senders.get((peer, measurement)), self.serving.get((peer, measurement))
         if sender is not None:
             sender.stop()
         elif task is not None:
@@ -95,7 +84,7 @@ class MeasurementResponder:
     def _release(self, serving: _Serving) -> None:
         if serving.is_admitted:
             serving.is_admitted = False
-            self._gate.end(used_bytes=serving.used_bytes)
+            self.gate.end(used_bytes=serving.used_bytes)
 
     async def _serve(
         self, peer: str, request: msg.MeasurementRequested | msg.LinkTestRequested, serving: _Serving
@@ -105,7 +94,7 @@ class MeasurementResponder:
         try:
             if isinstance(request, msg.LinkTestRequested):
                 serving.used_bytes = request.bytes_max  # if it fails nobody knows how much of it went out
-                answer, serving.used_bytes = await self._remote_link(request)
+                answer, serving.used_bytes = await self.remote_link(request)
             elif request.is_requester_sending:
                 answer = await self._receive(peer, request, serving)
             else:
@@ -115,25 +104,24 @@ class MeasurementResponder:
         finally:
             # Before the answer: the peer may ask for the next one at once.
             self._release(serving)
-        self._transport.send(peer, answer)
+        self.transport.send(peer, answer)
 
     async def _receive(
         self, peer: str, request: msg.MeasurementRequested, serving: _Serving
     ) -> msg.MeasurementReceived:
-        with self._receivers.receiver(peer, request) as receiver:
-            self._transport.send(peer, msg.MeasurementReady(request.measurement))
+        with self.receivers.receiver(peer, request) as receiver:
+            self.transport.send(peer, msg.MeasurementReady(request.measurement))
             try:
                 return await receiver.run()
             finally:
                 serving.used_bytes = receiver.used_bytes
 
     async def _send(self, peer: str, request: msg.MeasurementRequested, serving: _Serving) -> msg.MeasurementSent:
-        body = await make_body(self._executor)
-        self._transport.send(peer, msg.MeasurementReady(request.measurement))
-        sender = ProbeSender(self._transport, peer, request, body, partial(booked_bytes, self._transport, peer))
-        self._senders[peer, request.measurement] = sender
+        body = await make_body(self.executor)
+        self.transport.send(peer, msg.MeasurementReady(request.measurement))
+        sender = self.senders[peer, request.measurement] = ProbeSender(self.transport, peer, request, body)
         try:
             return await sender.run()
         finally:
             serving.used_bytes = sender.used_bytes
-            del self._senders[peer, request.measurement]
+            del self.senders[peer, request.measurement]

@@ -114,11 +114,7 @@ def _fewer_bits(plan: Plan) -> Change | None:
             best = (*rank, settings)
     if best is None:
         return None
-    return _codec_change(plan, best[2])
-
-
-def _codec_change(plan: Plan, settings: RunSettings) -> Change:
-    now = plan.workload.settings
+    settings = best[2]
     sizes = [sum(map(plan.workload.total, (codecs.codec_up, codecs.codec_down))) for codecs in (now, settings)]
     pairs = [
         ("rounds.codec_up", now.codec_up, settings.codec_up),
@@ -171,20 +167,16 @@ def _least(is_enough: Callable[[int], bool], *, low: int, high: int) -> int | No
 def verdict(plan: Plan) -> str:
     """Sum up in a line: does it fit, by how much, and what decides."""
     if not plan.fits:
-        rate = "" if plan.network.has_limits else ", whatever the rate"
+        rate, factor = "" if plan.network.has_limits else ", whatever the rate", 1 - plan.slack
+        more = f"{float(100 * (factor - 1)):.1f} %" if factor < 2 else f"{float(factor):.1f} times"
         return (
-            f"does not fit{rate}: a cycle of H = {plan.workload.settings.sync_every} steps is {_too_short(plan)} too "
-            f"short; {_decides(plan)}; as it is, each fragment is merged every {float(plan.sync_every_kept):.1f} steps"
+            f"does not fit{rate}: a cycle of H = {plan.workload.settings.sync_every} steps is {more} too short; "
+            f"{_decides(plan)}; as it is, each fragment is merged every {float(plan.sync_every_kept):.1f} steps"
         )
     if not plan.network.has_limits:
         return "fits, as far as delays go: neither a budget nor a mesh was given"
     tight = ", which is tight: a budget is used up to 95 %" if plan.slack < TIGHT else ""
     return f"fits: {float(100 * plan.slack):.1f} % slack{tight}; {_decides(plan)}"
-
-
-def _too_short(plan: Plan) -> str:
-    factor = 1 - plan.slack
-    return f"{float(100 * (factor - 1)):.1f} %" if factor < 2 else f"{float(factor):.1f} times"
 
 
 def _decides(plan: Plan) -> str:

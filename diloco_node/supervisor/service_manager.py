@@ -18,7 +18,7 @@ PATIENCE_S: Final = 2.0
 
 class ServiceManager:
     """The service manager that an environment names for the process `pid`, or none: then nothing is said.
-    alive_every_s: between two calls of `alive`, half of what the manager allows; 0: it has no watchdog."""
+    alive_every_s: between two WATCHDOG=1, half of what the manager allows; 0: it has no watchdog."""
 
     def __init__(self, env: Mapping[str, str], pid: int) -> None:
         place = env.get("NOTIFY_SOCKET", "")
@@ -28,23 +28,8 @@ class ServiceManager:
         is_meant = env.get("WATCHDOG_PID", str(pid)) == str(pid)
         self.alive_every_s = int(period_us) / US_PER_S / 2 if period_us.isdecimal() and is_meant else 0.0
 
-    def ready(self) -> None:
-        """The region serves."""
-        self._send("READY=1")
-
-    def stopping(self) -> None:
-        """It ends."""
-        self._send("STOPPING=1")
-
-    def alive(self) -> None:
-        """The watchdog begins anew."""
-        self._send("WATCHDOG=1")
-
-    def tell(self, text: str) -> None:
-        """Send a line for `systemctl status`."""
-        self._send(f"STATUS={text}")
-
-    def _send(self, text: str) -> None:
+    def send(self, text: str) -> None:
+        """Send a word of sd_notify(3): READY=1, STOPPING=1, WATCHDOG=1, or STATUS= and a line for people."""
         if not self._address:
             return
         # Nothing depends on whether somebody listens.

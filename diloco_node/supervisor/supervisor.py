@@ -40,7 +40,6 @@ import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 from diloco_node.backoff import Backoff
@@ -96,7 +95,7 @@ class _Supervisor:
         self._has_run = (spec.state_dir / LEDGER_NAME).exists()
         self._env = env
         # SimpleQueue.put is safe in a signal handler; Queue.put is not.
-        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._log = ChildLog(spec.state_dir / "logs" / "supervisor.log", is_echoing=False)
         self._manager = ServiceManager(os.environ, os.getpid())
         # Whether the present daemon has written its port.
@@ -128,7 +127,7 @@ class _Supervisor:
             command,
             at,
             write=learner.log.write,
-            report=self._events.put,
+            report=self.events.put,
             say=self.say,
             backoff=Backoff(self._spec.backoff_min_s, self._spec.backoff_max_s),
         )
@@ -141,7 +140,7 @@ class _Supervisor:
         self._log.write(f"{line}\n".encode())
         if self._spec.is_echoing:
             show(f"{stamp} {self._spec.region}: {text}\n".encode())
-        self._manager.tell(text)
+        self._manager.send(f"STATUS={text}")
 
     def run(self) -> int:
         try:
@@ -159,14 +158,10 @@ class _Supervisor:
                 code = self._turn()
             return code
         finally:
-            self._manager.stopping()
+            self._manager.send("STOPPING=1")
             self._stop_all()
             for log in (self._log, *(child.log for child in self._children)):
                 log.close()
-
-    def signalled(self, number: int, _frame: FrameType | None) -> None:
-        """The handler of SIGTERM, SIGINT, SIGHUP and SIGUSR1."""
-        self._events.put(number)
 
     def _start_fork_server(self) -> None:
         if self._forks is not None and self._learner is not None:
@@ -180,7 +175,7 @@ class _Supervisor:
             if self._forks.is_starting:
                 child.restart_at_s = None  # both would import the same: ServerReady or ServerEnded brings it here again
                 return
-        child.start(self._env, self._events.put, gives_way=child is not self._daemon)
+        child.start(self._env, self.events.put, gives_way=child is not self._daemon)
         self.say(f"{child.name} started, start={child.starts}{', forked' if child.is_forked else ''}")
         if child is self._learner:
             self._counters = self._memory.contents(COUNTERS_AREA)
@@ -190,13 +185,6 @@ class _Supervisor:
             write_process(self._spec.state_dir, self._watch.document())
             imports = "" if child.is_forked else "; importing torch and building the model takes 15 to 40 s"
             self.say(f"waiting for the learner ({child.shown}) to attach{imports}")
-
-    def _fork_server_changed(self, event: ServerReady | ServerEnded) -> None:
-        assert self._forks is not None
-        assert self._learner is not None
-        self._forks.note(event)
-        if not self._learner.starts:
-            self._start(self._learner)
 
     def _turn(self) -> int | None:
         """Carry out one event or one restart that is due. Returns the exit code when it is over."""
@@ -215,7 +203,7 @@ class _Supervisor:
                 self._start_fork_server()
         waiting += looks
         try:
-            event = self._events.get(timeout=max(0.0, min(waiting) - now_s) if waiting else None)
+            event = self.events.get(timeout=max(0.0, min(waiting) - now_s) if waiting else None)
         except queue.Empty:
             return None
         if event == signal.SIGHUP:
@@ -228,7 +216,11 @@ class _Supervisor:
             self.say(f"signal {signal.Signals(event).name}: stopping")
             return 0
         if isinstance(event, ServerReady | ServerEnded):
-            self._fork_server_changed(event)
+            assert self._forks is not None
+            assert self._learner is not None
+            self._forks.note(event)
+            if not self._learner.starts:
+                self._start(self._learner)
             return None
         return self._child_exited(event.child, event.code)
 
@@ -236,12 +228,12 @@ class _Supervisor:
         """Tell the service manager once that it is up, and that this process lives. When to come again."""
         if not self._is_ready and (self._spec.state_dir / ADMIN_PORT_NAME).exists():
             self._is_ready = True
-            self._manager.ready()
+            self._manager.send("READY=1")
             if self._learner is not None and not self._has_preloaded and not self._learner.starts:
                 self._learner.restart_at_s = now_s
         every_s = self._manager.alive_every_s
         if every_s:
-            self._manager.alive()
+            self._manager.send("WATCHDOG=1")
         looks = [now_s + every_s] if every_s else []
         if not self._is_ready:
             looks.append(
@@ -333,7 +325,7 @@ class _Supervisor:
             if wait_s <= 0:
                 return False
             try:
-                event = self._events.get(timeout=wait_s)
+                event = self.events.get(timeout=wait_s)
             except queue.Empty:
                 return False
             if isinstance(event, ChildExited):
@@ -396,7 +388,7 @@ def run_supervisor(spec: SupervisorSpec) -> int:
         with MemoryStore(memory_path) as memory:
             supervisor = _Supervisor(spec, env, memory)
             numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-            before = [(number, signal.signal(number, supervisor.signalled)) for number in numbers]
+            before = [(item, signal.signal(item, lambda number, _: supervisor.events.put(number))) for item in numbers]
             try:
                 return supervisor.run()
             finally:

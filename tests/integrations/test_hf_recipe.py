@@ -59,7 +59,7 @@ def epochs_of(blocks: Any, region: int, regions: int, count: int = 1) -> list[li
     begin("run", names[region], names)
     loader = blocks.loader(batch_size=1, collate_fn=lambda rows: rows)
     sampler = getattr(blocks, "_sampler", None)
-    size = sampler.order.rows(HERE.own) // sampler._ranks.count if sampler is not None else 0
+    size = int(sampler.order.sizes[list(HERE.own)].sum()) // sampler._ranks.count if sampler is not None else 0
     epochs: list[list[tuple[int, ...]]] = [[] for _ in range(count + 1)]
     for place, batch in enumerate(loader):
         epochs[place // size if size else loader.epoch] += ids_of(batch)

@@ -167,7 +167,7 @@ class Life:
 
     def _boundary(self, script: random.Random) -> None:
         for fragments in self.ranks:
-            fragments.verify()
+            fragments.revert.verify()
         offers = script.sample(range(FRAGMENTS), script.randint(0, ORDERS_MAX))
         requests = script.sample(range(FRAGMENTS), script.randint(0, ORDERS_MAX))
         includes = script.random() < 0.7

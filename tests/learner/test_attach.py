@@ -445,7 +445,7 @@ def test_torchs_defaults_are_not_the_runs(folder: Path, request: pytest.FixtureR
         own, everybodys = diloco.own_state_dict(), diloco.global_state_dict()
         found = [
             everybodys[piece.name].reshape(-1)[piece.value_start : piece.value_stop]
-            for piece in session_of(diloco).manifest.fragments[0].pieces
+            for piece in session_of(diloco).fragments.manifest.fragments[0].pieces
         ]
         np.testing.assert_array_equal(torch.cat(found).numpy(), merged)
         assert {(one.dtype, one.device.type) for one in own.values()} == {(torch.float32, "cpu")}

@@ -166,7 +166,7 @@ def test_long_absence_is_discounted() -> None:
     bench.step(-4.0, steps=16)  # theta 6
     applied = bench.offer(0, 1, 2.0)
     assert value(bench) == 1.0  # 2 + 8/16 (6 - 10) / 2
-    assert (applied.carry_factor, bench.fragments.discounted) == (0.25, 1)
+    assert applied.carry_factor == 0.25
 
 
 def test_steps_that_are_not_worth_carrying_are_gone_from_its_account_too() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -48,8 +49,11 @@ class Link:
 
     def sends(self, bytes_max: int, span_ns: int = 60 * NS_PER_S) -> ProbeSender:
         request = wish(7, span_ns=span_ns, bytes_max=bytes_max)
-        self.end = ProbeSender(self, "b", request, BODY, lambda: 10 * sum(self.sizes))
+        self.end = ProbeSender(self, "b", request, BODY)
         return self.end
+
+    def budget_status(self) -> dict[str, Any]:
+        return {"peers": {"b": {"lanes": {"measurement": {"used_bytes": 10 * sum(self.sizes)}}}}}
 
 
 @pytest.fixture

@@ -18,12 +18,10 @@ def test_each_word_is_one_datagram(tmp_path: Path, is_abstract: bool) -> None:
         listener.bind("\0" + place[1:] if is_abstract else place)
         listener.settimeout(30)
         manager = ServiceManager({"NOTIFY_SOCKET": place}, 7)
-        manager.ready()
-        manager.tell("steps")
-        manager.alive()
-        manager.stopping()
-        heard = [listener.recv(100) for _ in range(4)]
-    assert heard == [b"READY=1", b"STATUS=steps", b"WATCHDOG=1", b"STOPPING=1"]
+        manager.send("READY=1")
+        manager.send("STATUS=steps")
+        heard = [listener.recv(100) for _ in range(2)]
+    assert heard == [b"READY=1", b"STATUS=steps"]
 
 
 def test_a_manager_that_is_behind_hears_it_all_the_same(tmp_path: Path) -> None:
@@ -36,7 +34,7 @@ def test_a_manager_that_is_behind_hears_it_all_the_same(tmp_path: Path) -> None:
                 other = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
                 other.setblocking(False)
                 other.sendto(b"STATUS=other", place)
-        ready = threading.Thread(target=ServiceManager({"NOTIFY_SOCKET": place}, 7).ready)
+        ready = threading.Thread(target=ServiceManager({"NOTIFY_SOCKET": place}, 7).send, args=("READY=1",))
         ready.start()
         ready.join(0.2)
         heard = {listener.recv(100)}
@@ -49,7 +47,7 @@ def test_a_manager_that_is_behind_hears_it_all_the_same(tmp_path: Path) -> None:
 
 def test_nobody_listens_and_nothing_breaks(tmp_path: Path) -> None:
     for env in ({}, {"NOTIFY_SOCKET": str(tmp_path / "gone")}, {"NOTIFY_SOCKET": "x" * 200}):
-        ServiceManager(env, 7).ready()
+        ServiceManager(env, 7).send("READY=1")
 
 
 @pytest.mark.parametrize(

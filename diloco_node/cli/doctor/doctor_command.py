@@ -5,26 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diloco_node.cli.options import ConfigOption, SetOption
+from diloco_node.cli.options import ConfigOption, OwnRegionOption, SetOption
 from diloco_node.errors import ConfigError
 
 if TYPE_CHECKING:
     from diloco_node.cli.doctor.examine import Patient
     from diloco_node.health.finding import Finding
 
-FAILED_CODE: Final = 1
-
 
 def doctor(
     *,
-    region: Annotated[
-        str | None,
-        typer.Option("--region", "-r", metavar="NAME", help="Who we are [default: the one whose key is here]."),
-    ] = None,
+    region: OwnRegionOption = None,
     config: ConfigOption = None,
     command: Annotated[
         list[str] | None,
@@ -42,7 +37,7 @@ def doctor(
     else:
         for line in examination_lines(findings):
             typer.echo(line)
-    raise typer.Exit(FAILED_CODE if has_failed(findings) else 0)
+    raise typer.Exit(1 if has_failed(findings) else 0)
 
 
 def examination(

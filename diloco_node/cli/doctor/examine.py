@@ -155,16 +155,12 @@ def examine_ports(patient: Patient) -> Iterator[Finding]:
     ports = ((*patient.config.listen(patient.region), "listen"), ("127.0.0.1", settings.admin_port, "admin_port"))
     for host, port, key in ports:
         if port:
-            error = _bind_error(host, port, f"regions.{patient.region}.{key}")
+            error = ""
+            try:
+                start.check_port(host, port, f"regions.{patient.region}.{key}")
+            except BindError as refusal:
+                error = str(refusal)
             yield verdicts.port(f"{host}:{port}", error, is_own)
-
-
-def _bind_error(host: str, port: int, setting: str) -> str:
-    try:
-        start.check_port(host, port, setting)
-    except BindError as error:
-        return str(error)
-    return ""
 
 
 def examine_peers(patient: Patient, identity: Identity) -> Iterator[Finding]:

@@ -74,27 +74,22 @@ def used_bytes(folder: Path) -> int:
     total = 0
     for base, _, names in os.walk(folder):
         for name in names:
-            try:
+            with contextlib.suppress(OSError):
                 total += (Path(base) / name).lstat().st_size
-            except OSError:
-                continue
     return total
 
 
 def fsync_seconds(folder: Path) -> list[float]:
     """Times of small durable writes one after the other; none where nothing can be written."""
     times: list[float] = []
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            begun_s = time.monotonic()
-            while len(times) < FSYNCS and time.monotonic() - begun_s < FSYNC_S_MAX:
-                file.write(FSYNC_BYTES)
-                file.flush()
-                before_s = time.monotonic()
-                os.fsync(file.fileno())
-                times.append(time.monotonic() - before_s)
-    except OSError:
-        return times
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
+        begun_s = time.monotonic()
+        while len(times) < FSYNCS and time.monotonic() - begun_s < FSYNC_S_MAX:
+            file.write(FSYNC_BYTES)
+            file.flush()
+            before_s = time.monotonic()
+            os.fsync(file.fileno())
+            times.append(time.monotonic() - before_s)
     return times
 
 

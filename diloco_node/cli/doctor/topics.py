@@ -76,31 +76,25 @@ def examination_lines(findings: Sequence[Finding]) -> Iterator[str]:
             if CATEGORIES[finding.code] == category:
                 yield from finding_lines(finding, page=PAGE)
         yield ""
-    yield conclusion(findings)
-
-
-def conclusion(findings: Sequence[Finding]) -> str:
-    """The last line."""
     failures, warnings = (sum(finding.mark is mark for finding in findings) for mark in (Mark.FAILED, Mark.WARNING))
-    if failures:
-        return f"{failures} of {len(findings)} checks failed, {warnings} with a warning"
-    return f"nothing failed in {len(findings)} checks" + (f", {warnings} with a warning" if warnings else "")
+    result = f"{failures} of {len(findings)} checks failed" if failures else f"nothing failed in {len(findings)} checks"
+    yield result + (f", {warnings} with a warning" if failures or warnings else "")
 
 
 def examination_document(findings: Sequence[Finding]) -> dict[str, Any]:
     """Describe the findings for `--json`."""
-    return {"healthy": not has_failed(findings), "checks": [_check_document(finding) for finding in findings]}
-
-
-def _check_document(finding: Finding) -> dict[str, Any]:
-    return {
-        "category": CATEGORIES[finding.code],
-        "check": finding.code,
-        "mark": finding.mark,
-        "text": finding.text,
-        "hint": finding.hint + (f": {finding.command}" if finding.command else ""),
-        "link": f"{PAGE}#{finding.code}" if finding.hint else "",
-    }
+    checks = [
+        {
+            "category": CATEGORIES[finding.code],
+            "check": finding.code,
+            "mark": finding.mark,
+            "text": finding.text,
+            "hint": finding.hint + (f": {finding.command}" if finding.command else ""),
+            "link": f"{PAGE}#{finding.code}" if finding.hint else "",
+        }
+        for finding in findings
+    ]
+    return {"healthy": not has_failed(findings), "checks": checks}
 
 
 def has_failed(findings: Sequence[Finding]) -> bool:

@@ -87,17 +87,10 @@ def follow(
         if "document" in event:
             return dict(event["document"])
         if "error" in event:
-            raise _error(str(event["error"]), event.get("exit_code"))
+            kinds: dict[int, type[DilocoError]] = {kind.exit_code: kind for kind in (ConfigError, PeersUnreachable)}
+            raise kinds.get(event.get("exit_code"), PeerError)(str(event["error"]))
         if "so_far" in event:
             on_partial(dict(event["so_far"]))
         else:
             on_progress(str(event.get("now", "")))
     raise ConnectionError("it said nothing at the end")
-
-
-def _error(text: str, exit_code: object) -> DilocoError:
-    kinds: dict[object, type[DilocoError]] = {
-        ConfigError.exit_code: ConfigError,
-        PeersUnreachable.exit_code: PeersUnreachable,
-    }
-    return kinds.get(exit_code, PeerError)(text)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from diloco_node.cli.options import ConfigOption
+from diloco_node.cli.options import ConfigOption, OwnRegionOption
 from diloco_node.errors import DilocoError, PeersUnreachable
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ SECONDS: Final = 5.0
 SECONDS_MIN: Final = 0.2
 SECONDS_MAX: Final = 120.0
 
-RegionOption = Annotated[
-    str | None,
-    typer.Option("--region", "-r", metavar="NAME", help="Who we are [default: the one whose key is here]."),
-]
 SecondsOption = Annotated[
     float, typer.Option("--seconds", min=SECONDS_MIN, max=SECONDS_MAX, help="Of each flow, its warm-up apart.")
 ]
@@ -56,7 +52,7 @@ PeerArgument = Annotated[str, typer.Argument(metavar="PEER", help="Another regio
 
 
 @app.command()
-def serve(*, region: RegionOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def serve(*, region: OwnRegionOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Answer measurements until Ctrl-C, before a run or, at measure_port, beside it."""
     from diloco_node.cli.measure import own_links
 
@@ -120,7 +116,7 @@ class _Way:
 def latency(
     *,
     peer: PeerArgument,
-    region: RegionOption = None,
+    region: OwnRegionOption = None,
     config: ConfigOption = None,
     seconds: SecondsOption = SECONDS,
     load: Annotated[bool, typer.Option("--load", help="Also while the link is full, out, then in.")] = False,
@@ -141,7 +137,7 @@ def latency(
 def bandwidth(
     *,
     peer: PeerArgument,
-    region: RegionOption = None,
+    region: OwnRegionOption = None,
     config: ConfigOption = None,
     seconds: SecondsOption = SECONDS,
     warm_up: WarmUpOption = None,
@@ -162,7 +158,7 @@ def bandwidth(
 @app.command()
 def mesh(
     *,
-    region: RegionOption = None,
+    region: OwnRegionOption = None,
     config: ConfigOption = None,
     seconds: SecondsOption = SECONDS,
     warm_up: WarmUpOption = None,

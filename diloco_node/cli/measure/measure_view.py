@@ -68,22 +68,18 @@ def bandwidth_table(document: Mapping[str, Any]) -> list[str]:
 
 def bandwidth_title(document: Mapping[str, Any]) -> str:
     """Name what was measured, in a line above the table."""
-    control = document["congestion_control"]
+    control, note = document["congestion_control"], ""
+    if document.get("through") == "daemon":
+        limit = document["limit_bytes_per_second"]
+        limit_note = f"; limited to {_mbit(limit)} Mbit/s ({document['limited_by']})" if limit else ""
+        note = "\nthrough the running daemon, over the run's link, in its measurement lane"
+        note += f"{limit_note}: what rounds leave"
     return (
         f"{document['from']} -> {document['to']}, round trip {_ms(document['rtt_seconds'])}, "
         f"{document['seconds']:g} s after {document['warm_up_seconds']:.1f} s, "
         f"TCP: {control['here'] or '?'} here, {control['there'] or '?'} there. "
-        f"CPU: seconds per GB.{_lane_note(document)}"
+        f"CPU: seconds per GB.{note}"
     )
-
-
-def _lane_note(document: Mapping[str, Any]) -> str:
-    """Note what is special about a measurement by a daemon; empty for one between measuring ends."""
-    if document.get("through") != "daemon":
-        return ""
-    limit = document["limit_bytes_per_second"]
-    limit_note = f"; limited to {_mbit(limit)} Mbit/s ({document['limited_by']})" if limit else ""
-    return f"\nthrough the running daemon, over the run's link, in its measurement lane{limit_note}: what rounds leave"
 
 
 def mesh_table(document: Mapping[str, Any]) -> list[str]:

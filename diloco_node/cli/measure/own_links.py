@@ -63,13 +63,6 @@ class Here:
         """The other regions of run.toml."""
         return tuple(name for name in self.config.regions if name != self.name)
 
-    def check_peer(self, peer: str) -> None:
-        """Raise ConfigError if a peer is no other region, or can't be dialed."""
-        if peer not in self.others():
-            raise ConfigError(f"PEER is {peer!r}: write another region of run.toml, one of {', '.join(self.others())}")
-        if peer not in self.addresses():
-            raise ConfigError(f"{peer} has no address in run.toml: measure from there, with --reverse for this way")
-
 
 def own_folder(certs: Path, region: str | None) -> Path:
     """The folder of our key: of the region, the only one there is, or `certs` itself."""
@@ -128,8 +121,12 @@ async def measure(here: Here, document: Mapping[str, Any], on_partial: OnPartial
             reason = _hidden_reason(hidden[0]) if hidden else "there is one region in run.toml: a mesh needs two"
             raise ConfigError(reason)
     else:
-        here.check_peer(request["peer"])
-        peers = (request["peer"],)
+        peer = request["peer"]
+        if peer not in here.others():
+            raise ConfigError(f"PEER is {peer!r}: write another region of run.toml, one of {', '.join(here.others())}")
+        if peer not in addresses:
+            raise ConfigError(f"{peer} has no address in run.toml: measure from there, with --reverse for this way")
+        peers = (peer,)
     command = MeasureCommand(here.name, peers, Dialer(here.identity, addresses))
     with _quiet(), progress(str(request["what"])) as on_progress:
         result = await command.run(request, on_progress, lambda so_far: on_partial(with_hidden(so_far, hidden)))

@@ -21,7 +21,6 @@ from diloco_node.state_names import NODE_NAME
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
     from diloco_node.core.types import RateLimits
-    from diloco_node.daemon.spec import NodeSpec
 
 _LARGE: Final = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 MESH_BYTES_MAX: Final = 16 * 2**20
@@ -135,6 +134,8 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
 
 def source_of_state(folder: Path) -> Source:
     """Read a region's folder, and ask its daemon. Raises StorageError: no model was seen yet, or a file is damaged."""
+    from diloco_node.cli.admin_client import ask_in
+    from diloco_node.config.resolve import load_config
     from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
     from diloco_node.daemon.spec import NodeSpec
 
@@ -145,33 +146,16 @@ def source_of_state(folder: Path) -> Source:
             f"{folder} has no {MANIFEST_NAME}: the region's learner has not listed its model yet; "
             "use --parameters until it has"
         )
-    times = _live_times(folder)
-    return Source(
-        str(folder), manifest.size, manifest, spec.settings, _regions_of(spec), *times, limits=_limits_of(spec)
-    )
-
-
-def _regions_of(spec: NodeSpec) -> tuple[str, ...]:
-    return tuple(sorted({spec.region, *spec.peers}))
-
-
-def _limits_of(spec: NodeSpec) -> dict[str, RateLimits]:
-    """The least ceilings of the day, by region: as run.toml has them now, else of this region as it was started."""
-    from diloco_node.config.resolve import load_config
-
-    if spec.config_file is None or not spec.config_file.exists():
-        return {spec.region: spec.budget.least()}
-    return _least_limits(load_config(spec.config_file), _regions_of(spec))
-
-
-def _live_times(folder: Path) -> tuple[int, int]:
-    """Step time and largest round trip as the region's daemon tells them; 0 for what is not known."""
-    from diloco_node.cli.admin_client import ask_in
-
+    regions = tuple(sorted({spec.region, *spec.peers}))
+    # As run.toml has them now, else of this region as it was started.
+    limits = {spec.region: spec.budget.least()}
+    if spec.config_file is not None and spec.config_file.exists():
+        limits = _least_limits(load_config(spec.config_file), regions)
     document = ask_in(folder)
-    learner = document.get("learner") or {}
-    rtts = [peer.get("rtt_seconds") or 0.0 for peer in document.get("peers") or []]
-    return int(1e9 * (learner.get("step_seconds") or 0.0)), int(1e9 * max(rtts, default=0.0))
+    step_s = (document.get("learner") or {}).get("step_seconds") or 0.0
+    rtts_s = [peer.get("rtt_seconds") or 0.0 for peer in document.get("peers") or []]
+    times_ns = int(1e9 * step_s), int(1e9 * max(rtts_s, default=0.0))
+    return Source(str(folder), manifest.size, manifest, spec.settings, regions, *times_ns, limits=limits)
 
 
 @dataclass(frozen=True, slots=True)

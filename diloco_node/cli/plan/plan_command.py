@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -17,8 +17,6 @@ from diloco_node.state_names import NODE_NAME
 if TYPE_CHECKING:
     from diloco_node.cli.plan.inputs import Mesh, Source
     from diloco_node.core.types import RunSettings
-
-T = TypeVar("T")
 
 REGIONS_MAX: Final = 64
 STEP_TIME_NS: Final = 1_000_000_000

@@ -188,26 +188,22 @@ def _traffic_rows(plan: Plan) -> Iterable[tuple[str, Flow]]:
 def _round_table(plan: Plan, width: int | None) -> list[str]:
     time, step_ns = plan.need.round_time, plan.workload.step_time_ns
     columns = (("a round, due to applied", "left"), ("time", "right"), ("steps", "right"), ("", "left"))
+    overlap_words = "the round ends within it"
+    if not time.is_hidden:
+        steps = -(-time.total_ns // step_ns)
+        overlap_words = f"the round takes longer: learners never wait, but expect {steps} steps of overlap"
     times = [
         ("eight one-way delays", time.latency_ns, ""),
         ("two step boundaries", time.boundary_ns, "half a step each on average"),
         ("transfer", time.transfer_ns, "" if plan.network.has_limits else "no limit given"),
         ("together", time.total_ns, ""),
-        ("overlap, tau steps", time.overlap_ns, _overlap_words(plan)),
+        ("overlap, tau steps", time.overlap_ns, overlap_words),
     ]
     return table_lines(
         columns,
         [(name, _seconds(duration_ns), f"{duration_ns / step_ns:.2f}", words) for name, duration_ns, words in times],
         width=width,
     )
-
-
-def _overlap_words(plan: Plan) -> str:
-    time = plan.need.round_time
-    if time.is_hidden:
-        return "the round ends within it"
-    steps = -(-time.total_ns // plan.workload.step_time_ns)
-    return f"the round takes longer: learners never wait, but expect {steps} steps of overlap"
 
 
 def _storage_table(plan: Plan, width: int | None) -> list[str]:
@@ -232,9 +228,8 @@ def _storage_table(plan: Plan, width: int | None) -> list[str]:
 
 def _storage_parts(plan: Plan) -> Sequence[tuple[str, int]]:
     sizes = plan.storage
-    names = ("daemon", "shared", "rounds", "copies", "base", "rooms")
-    items = [(name, getattr(sizes, name)) for name in names]
-    return [*items, ("checkpoints", sizes.checkpoints), ("payloads", sizes.payloads)]
+    names = ("daemon", "shared", "rounds", "copies", "base", "rooms", "checkpoints", "payloads")
+    return [(name, getattr(sizes, name)) for name in names]
 
 
 def _notes(plan: Plan) -> Iterable[str]:

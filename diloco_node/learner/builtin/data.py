@@ -36,15 +36,10 @@ HELD_OUT_BYTES_MIN: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Bytes of text, in memory: shape (n,), uint8, to train on, and those that nobody trains on.
-
-    skipped: files that were left out (binary, unreadable, beyond the limit).
-    """
+    """Bytes of text, in memory: shape (n,), uint8, to train on, and those that nobody trains on."""
 
     train: NDArray[np.uint8]
     held_out: NDArray[np.uint8]
-    files: int
-    skipped: int
 
     def held_out_windows(self, count: int, context: int) -> Windows:
         """Evenly spaced held-out windows, the same for all: shape (count, context + 1). Raises ConfigError: too little
@@ -69,11 +64,10 @@ def load_corpus(paths: Sequence[str | Path] = (), *, bytes_max: int = 0) -> Corp
     Raises ConfigError: a path does not exist, or there is too little or too much text.
     """
     contents: tuple[list[bytes], list[bytes]] = ([], [])
-    total = skip_count = 0
+    total = 0
     for file in text_files(paths):
         content = file.read() if not bytes_max or total < bytes_max else None
-        if content is None:
-            skip_count += 1
+        if content is None:  # it is binary, unreadable, or beyond the limit
             continue
         content = content[: bytes_max - total] if bytes_max else content
         total += len(content)
@@ -90,7 +84,7 @@ def load_corpus(paths: Sequence[str | Path] = (), *, bytes_max: int = 0) -> Corp
     if len(whole) - boundary < HELD_OUT_BYTES_MIN:
         places = ", ".join(map(str, paths)) or str(standard_library())
         raise ConfigError(f"only {len(whole)} bytes of text in {places}: give at least 32 KiB of text with --data PATH")
-    return Corpus(whole[:boundary], whole[boundary:], len(contents[False]) + len(contents[True]), skip_count)
+    return Corpus(whole[:boundary], whole[boundary:])
 
 
 def windows_at(text: NDArray[np.uint8], starts: NDArray[np.int64], context: int) -> Windows:

@@ -51,16 +51,12 @@ _WINDOWS_AT_ONCE: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerSettings:
+class TrainerSettings(ModelSettings):
     """Settings of `[model]`, `[data]` and `[run]` under the names that they have in run.toml (docs/settings.md).
 
     `step_time_min` is in seconds. `warmup_steps` is for benchmarks, run.toml has it not.
     """
 
-    layers: int = 2
-    dim: int = 64
-    heads: int = 4
-    context: int = 64
     batch: int = 8
     lr: float = 6e-3
     warmup_steps: int = 100
@@ -72,11 +68,6 @@ class TrainerSettings:
     shard: str = "none"
     paths: tuple[str, ...] = ()
     seed: int = 0
-
-    @property
-    def shape(self) -> ModelSettings:
-        """The model's."""
-        return ModelSettings(self.layers, self.dim, self.heads, self.context)
 
     def lr_at(self, step: int, progress: float | None = None) -> float:
         """Learning rate of inner step `step` of the run, counted from 1: warm-up, cosine, then the floor.
@@ -162,7 +153,7 @@ class Trainer:
         self.corpus.held_out_windows(1, settings.context)  # refuses text that is too short, before it joins
         self.say = say or (lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
         self.place = begin_ranks()
-        self.model = ByteGPT(settings.shape, seed=settings.seed).to(self.place.device)
+        self.model = ByteGPT(settings, seed=settings.seed).to(self.place.device)
         self._loss = on_ranks(self.model, self.model.loss, shard=settings.shard, place=self.place)
         self.optimizer = build_adamw(self.model, lr=settings.lr)
 

@@ -137,7 +137,8 @@ class ModelTensors:
         self.boxes: dict[str, list[Box]] = {}
         self.marks: dict[str, str] = {}
         specs = []
-        embeddings = _embedding_parameters(self.model)
+        modules = self.model.modules()
+        embeddings = {module.weight for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
         # A module at two places is not tied: one may be its compiled form, which another region does without.
         uses = Counter(id(tensor) for module in self.model.modules() for tensor in module._parameters.values())
         trainable, self.unknown = _buffers(self.model, buffers)
@@ -410,10 +411,6 @@ def _mark(values: Tensor) -> str:
     if not sample.numel() or bool((sample == sample.view(-1)[0]).all()):
         return ""
     return sha256(sample.numpy().tobytes()).hexdigest()[:16]
-
-
-def _embedding_parameters(model: nn.Module) -> set[Tensor]:
-    return {module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
 
 
 def _is_named_averaged(name: str) -> bool:

@@ -14,7 +14,7 @@ from diloco_node.learner.builtin.data import SIDE_BYTES_MIN, Corpus, ShardWindow
 def numbered(size: int) -> Corpus:
     """A corpus in which four bytes tell their own place, so that a window says where it was cut."""
     text = np.arange(size // 4, dtype="<u4").view(np.uint8)
-    return Corpus(train=text, held_out=text[:2000], files=1, skipped=0)
+    return Corpus(train=text, held_out=text[:2000])
 
 
 def everything() -> tuple[int, ...]:
@@ -31,13 +31,13 @@ def folder_with(root: Path, files: dict[str, bytes]) -> Path:
 
 def counting(tokens: int) -> Corpus:
     """A corpus whose tokens are their own places: a window says exactly where it was cut."""
-    return Corpus(train=np.arange(tokens, dtype=np.uint32), held_out=np.arange(9, dtype=np.uint32), files=1, skipped=0)
+    return Corpus(train=np.arange(tokens, dtype=np.uint32), held_out=np.arange(9, dtype=np.uint32))
 
 
 def pass_of(sources: list[ShardWindows]) -> np.ndarray:
     """The windows of a pass of all ranks of a region, shape (windows, context + 1)."""
     order = sources[0].order
-    wanted, taken = order.rows(sources[0]._own()), [source.next_batch() for source in sources]
+    wanted, taken = int(order.sizes[list(sources[0]._own())].sum()), [source.next_batch() for source in sources]
     while sum(map(len, taken)) < wanted:
         taken += [source.next_batch() for source in sources]
     assert sum(map(len, taken)) == wanted, "the test's batches are to make whole passes"
@@ -68,7 +68,7 @@ def test_every_window_is_trained_once_in_a_pass_over_all_regions_and_ranks(ranks
 
 def test_passes_differ_in_order_and_in_where_windows_begin():
     source = ShardWindows(counting(7 * SHARDS), own=everything, batch=10, context=100, seed=1)
-    rows = source.order.rows(everything())
+    rows = int(source.order.sizes[list(everything())].sum())
     assert rows == 70
     starts = [np.concatenate([source.next_batch()[:, 0] for _ in range(7)]) for _ in range(30)]
     assert len({int(places.min()) for places in starts}) > 20
@@ -115,7 +115,6 @@ def test_binary_hidden_and_installed_files_are_left_out(tmp_path: Path):
     files = {"t.md": keep, "b.bin": b"x\0y" * 9999, ".git/h": keep, "site-packages/p.py": keep, "__pycache__/c": keep}
     corpus = load_corpus([folder_with(tmp_path, files)])
     assert len(corpus.train) + len(corpus.held_out) == len(keep)
-    assert (corpus.files, corpus.skipped) == (1, 1)
 
 
 def test_reading_stops_at_the_limit(tmp_path: Path):

@@ -46,7 +46,7 @@ def corpus_of_words(seed: int = 11) -> Corpus:
     words = [b"alpha ", b"beta ", b"gamma ", b"delta\n"]
     text = b"".join(words[i] for i in random.integers(4, size=12_000))
     whole = np.frombuffer(text, np.uint8)
-    return Corpus(train=whole[: 3 * SIDE_BYTES_MIN], held_out=whole[3 * SIDE_BYTES_MIN :], files=1, skipped=0)
+    return Corpus(train=whole[: 3 * SIDE_BYTES_MIN], held_out=whole[3 * SIDE_BYTES_MIN :])
 
 
 def settings_with(**changes: object) -> TrainerSettings:
@@ -151,7 +151,7 @@ def test_the_schedule_follows_the_global_step():
 def test_no_window_is_trained_twice_in_a_pass_of_all_regions_even_over_a_restart(monkeypatch: pytest.MonkeyPatch):
     """Each region trains its part to the last window, in two lives."""
     text = np.arange(100_000, dtype="<u4").view(np.uint8)
-    corpus = Corpus(train=text, held_out=text[:4000], files=1, skipped=0)
+    corpus = Corpus(train=text, held_out=text[:4000])
     windows_: list[bytes] = []
     plain = Trainer._inner_step
     monkeypatch.setattr(
@@ -267,7 +267,7 @@ def test_settings_come_from_the_file_that_the_environment_names(tmp_path: Path, 
     monkeypatch.setenv("DILOCO_TRAINER", str(path))
     settings = TrainerSettings(dim=32, lr=0.01, paths=("x.txt",), seed=3)
     assert settings_from(read_settings_file()) == settings
-    assert settings.shape == ModelSettings(dim=32)
+    assert settings.hidden == ModelSettings(dim=32).hidden
     monkeypatch.delenv("DILOCO_TRAINER")
     assert settings_from(read_settings_file()) == TrainerSettings()
 
