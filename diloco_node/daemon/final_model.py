@@ -66,7 +66,7 @@ class Linger:
             return True
         if self._is_patient:
             return False
-        progress = (learner_is_done, lacking)
-        if serves or progress != self._seen:
-            self._seen, self._progress_s = progress, now_s
+        # The own learner may be in a long step, an evaluation or a checkpoint; the supervisor knows when it hangs.
+        if serves or lacking != self._seen or not learner_is_done:
+            self._seen, self._progress_s = lacking, now_s
         return now_s - self._progress_s >= LINGER_S or now_s - self._started_s >= LINGER_MAX_S

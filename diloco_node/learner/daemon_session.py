@@ -411,7 +411,8 @@ class LearnerSession:
         is_interrupted = has_stop and not isinstance(last, Done)
         if is_interrupted and self._place_area is None:  # before the first Welcome
             self._place_area = request_area(self._memory, PLACE_AREA, PLACE_BYTES)
-        self._write_place(replace(self.place, is_interrupted=is_interrupted))
+        has_left = isinstance(last, Done)
+        self._write_place(replace(self.place, activity="", is_interrupted=is_interrupted, has_left=has_left))
         if last is not None:
             self.link.send(last)
         self.link.close(FLUSH_S)

@@ -8,7 +8,8 @@ thread holds Python's lock or a device is stuck. Before the first step of a life
 the other regions.
 
 A pause that the loop announces (`Diloco.busy`) is no hang before its own limit, and does not count as a usual one. The
-limit begins anew with each step, for a loop may train within it, or never say that it is over.
+limit begins anew with each step, for a loop may train within it, or never say that it is over. Once the script has had
+its part in the run it may do anything: evaluate for hours, write its files.
 """
 
 from __future__ import annotations
@@ -128,6 +129,8 @@ class LearnerWatch:
         asleep_s, self._looked_s = now_s - self._looked_s, now_s
         if self._aborted_s is not None:
             return self._escalate(now_s - self._aborted_s)
+        if place is not None and place.has_left and place != self.old_place:
+            return Action.NOTHING
         if self._doublings and now_s - self._doubled_s > FORGIVEN_S:
             self._doublings, self._doubled_s = self._doublings - 1, now_s
         pause = place if place is not None and place.activity and place != self.old_place else None

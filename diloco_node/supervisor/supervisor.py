@@ -111,6 +111,8 @@ class _Supervisor:
             self._learner.forks = self._fork_server(spec.learner_command, self._learner)
         # The learner's, or None: without preloading, and without a learner.
         self._forks = self._learner.forks if self._learner is not None else None
+        # Since when the daemon is done, and only what the learner's script does after its part is waited for.
+        self._over_s: float | None = None
         # Whether the fork server was started, which waits for the daemon.
         self._has_preloaded = False
         self._began_s = time.monotonic()
@@ -197,6 +199,10 @@ class _Supervisor:
         if self._spec.hang_s > 0 and self._learner is not None and self._learner.is_running:
             self._look_at(self._learner)
             waiting.append(now_s + min(COUNTERS_POLL_S, self._spec.hang_s / 4))
+        if self._over_s is not None:
+            if not self._may_go_on(now_s - self._over_s):
+                return 0
+            waiting.append(now_s + COUNTERS_POLL_S)
         if self._forks is not None and self._forks.restart_at_s is not None:
             waiting.append(self._forks.restart_at_s)
             if waiting[-1] <= now_s:
@@ -206,6 +212,9 @@ class _Supervisor:
             event = self.events.get(timeout=max(0.0, min(waiting) - now_s) if waiting else None)
         except queue.Empty:
             return None
+        return self._take(event)
+
+    def _take(self, event: _Event) -> int | None:
         if event == signal.SIGHUP:
             self._daemon.send_signal(signal.SIGHUP)  # it reads its settings again; else it does when it starts
             return None
@@ -240,6 +249,20 @@ class _Supervisor:
                 now_s + (READY_POLL_S if now_s < self._began_s + self._spec.daemon_first_s else COUNTERS_POLL_S)
             )
         return looks
+
+    def _may_go_on(self, since_s: float) -> bool:
+        """Whether a learner may, whose daemon is done. One that has left the run does what its script wants."""
+        place = self._place()
+        if place is None or place == self._watch.old_place:
+            limit_s, state = self._spec.finish_s, "has not attached"
+        elif place.has_left:
+            return True
+        else:
+            limit_s, state = max(self._spec.finish_s, self._spec.hang_s), "has not left the run"
+        if since_s < limit_s:
+            return True
+        self.say(f"the learner {state} {limit_s:.0f} s after the daemon's end: it is stopped")
+        return False
 
     def _place(self) -> PlaceMark | None:
         return PlaceMark.decode(self._memory.contents(PLACE_AREA))
@@ -279,12 +302,16 @@ class _Supervisor:
     def _child_exited(self, child: Child, code: int) -> int | None:
         lived_s = child.ended()
         exit_text = f"{child.name} exited, code={code} after {lived_s:.1f} s{self._loss(child) if code else ''}"
+        if self._over_s is not None:
+            self.say(exit_text)
+            return 1 if code else 0
         final = self._final_code(child, code, lived_s)
+        if final == 0 and self._learner is not None and self._learner.is_running:
+            self._over_s = time.monotonic()
+            self.say(f"{exit_text}: the region ends with its learner ({self._learner.shown}), which may go on")
+            return None
         if final is not None:
             self.say(f"{exit_text}: the region ends with {final}")
-            if child is self._daemon and code == 0 and self._learner is not None:
-                # The run is finished; the learner was told so and writes its last files.
-                self._await_exit(self._learner, time.monotonic() + self._spec.finish_s, is_interruptible=True)
             return final
         if child is self._daemon and code > 0 and (line := child.log.last_line()):
             exit_text += f": {line}"
@@ -319,7 +346,7 @@ class _Supervisor:
         # A learner that never came up and says that its settings are wrong would say so for ever.
         return USAGE_CODE if code == USAGE_CODE and child.starts == 1 and lived_s < self._spec.healthy_s else None
 
-    def _await_exit(self, child: Child, deadline_s: float, *, is_interruptible: bool = False) -> bool:
+    def _await_exit(self, child: Child, deadline_s: float) -> bool:
         while child.is_running:
             wait_s = deadline_s - time.monotonic()
             if wait_s <= 0:
@@ -331,8 +358,6 @@ class _Supervisor:
             if isinstance(event, ChildExited):
                 lived_s = event.child.ended()
                 self.say(f"{event.child.name} exited, code={event.code} after {lived_s:.1f} s")
-            elif isinstance(event, int) and is_interruptible:
-                return False
         return True
 
     def _stop_all(self) -> None:

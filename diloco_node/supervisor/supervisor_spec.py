@@ -21,9 +21,10 @@ class SupervisorSpec:
     learner_command: None: the region is a witness, or its learner is started by someone else. env: added to the
     children's environment. backoff_min_s, backoff_max_s: before the first and the later restarts; anew after a life of
     `healthy_s`. stop_s: from SIGTERM to SIGKILL, for all of them: the learner has LEARNER_SHARE of it, the daemon the
-    rest. daemon_first_s: for which a start of the learner waits, at most, until the daemon is up. finish_s: what the
-    learner has to end by itself once the daemon has finished the run. hang_s: see `learner_watch`. is_echoing: what
-    people read also goes to the supervisor's own standard error; so does, with `is_verbose`, the daemon's log.
+    rest. daemon_first_s: for which a start of the learner waits, at most, until the daemon is up. finish_s: what a
+    learner that has not attached has to end by itself, once the daemon has finished the run. hang_s: see
+    `learner_watch`. is_echoing: what people read also goes to the supervisor's own standard error; so does, with
+    `is_verbose`, the daemon's log.
     """
 
     region: str

@@ -62,8 +62,14 @@ def test_everybody_is_at_the_end_and_the_learner_is_done() -> None:
 
 def test_the_learner_is_waited_for() -> None:
     linger = Linger(10, now_s=0.0)
-    assert not linger.is_over([10], learner_is_done=False, serves=0, now_s=0.0)
-    assert linger.is_over([10], learner_is_done=True, serves=0, now_s=1.0)
+    for second in range(0, int(LINGER_MAX_S), 10):
+        assert not linger.is_over([10], learner_is_done=False, serves=0, now_s=float(second)), "it may be evaluating"
+    assert linger.is_over([10], learner_is_done=True, serves=0, now_s=LINGER_MAX_S - 1)
+
+
+def test_a_learner_that_never_leaves_does_not_keep_the_region() -> None:
+    linger = Linger(10, now_s=0.0)
+    assert linger.is_over([10], learner_is_done=False, serves=0, now_s=LINGER_MAX_S)
 
 
 def test_a_region_that_lags_is_waited_for_as_long_as_it_gets_on() -> None:

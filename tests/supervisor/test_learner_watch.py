@@ -297,6 +297,17 @@ def test_steps_in_a_pause_are_no_usual_pauses() -> None:
     assert watch.limit_s == HANG_S
 
 
+def test_a_script_that_has_had_its_part_never_hangs_but_its_next_life_may() -> None:
+    watch, left = running(), PlaceMark(7, step=3, has_left=True)
+    watch.look(b"1", now_s=1.0)
+    for at_s in range(2, 4000):
+        assert watch.look(b"1", now_s=at_s, place=left) is Action.NOTHING
+    watch.ended(1, lived_s=4000, now_s=4000)
+    watch.started(b"1", now_s=4000.0, place=left)
+    watch.look(b"2", now_s=4001.0, place=left)
+    assert Action.ABORT in [watch.look(b"2", now_s=at_s, place=left) for at_s in range(4002, 4600)]
+
+
 def test_a_pause_of_the_life_before_excuses_nothing() -> None:
     watch = LearnerWatch(HANG_S)
     watch.started(b"0", now_s=0.0, place=busy(-50.0))

@@ -364,3 +364,49 @@ def test_a_log_that_can_not_be_rotated_goes_on_in_the_old_file(tmp_path: Path, m
     log.close()
     assert (tmp_path / "daemon.log").read_bytes() == b"new"
     assert (tmp_path / "daemon.log.1").read_bytes() == b"123456-still-there"
+
+
+# ---- after the run ---------------------------------------------------------------------------------------------------
+
+LEAVE = (
+    NOTE
+    + """
+import time
+from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
+area = request_area(pathlib.Path(os.environ["DILOCO_SUPERVISOR"]), PLACE_AREA, PLACE_BYTES)
+def mark(**changes):
+    area[:] = PlaceMark(os.getpid(), step=9, **changes).encode()
+"""
+)
+
+
+def test_a_script_that_has_left_a_finished_run_may_go_on_for_as_long_as_it_takes(tmp_path: Path) -> None:
+    """It evaluates, and writes its own files: the daemon is gone, no step is made, and nothing ends it."""
+    learner = LEAVE + "mark(has_left=True)\nnote('learner')\ntime.sleep(3)\n(place / 'own').write_text('saved')"
+    short = dataclasses.replace(spec(tmp_path, NOTE + "wait_for('learner', 1)", learner), finish_s=0.0, hang_s=0.5)
+    assert run_supervisor(short) == 0
+    assert (tmp_path / "own").read_text() == "saved"
+    assert "the region ends with its learner (pid " in (tmp_path / "logs" / "supervisor.log").read_text()
+
+
+def test_a_script_that_fails_after_the_run_is_no_success(tmp_path: Path) -> None:
+    learner = LEAVE + "mark(has_left=True)\nnote('learner')\ntime.sleep(1)\nraise RuntimeError('the disk is full')"
+    daemon = NOTE + "wait_for('learner', 1)"
+    assert run_supervisor(spec(tmp_path, daemon, learner)) == 1
+    assert len(lives(tmp_path, "learner")) == 1, "there is no run to start it again for"
+
+
+@pytest.mark.parametrize(("text", "state"), [("mark()\n", "has not left the run"), ("", "has not attached")])
+def test_a_learner_that_does_not_leave_a_finished_run_is_stopped(tmp_path: Path, text: str, state: str) -> None:
+    learner = LEAVE + f"{text}note('learner')\n{WAIT}"
+    short = dataclasses.replace(spec(tmp_path, NOTE + "wait_for('learner', 1)", learner), finish_s=0.0, hang_s=0.5)
+    assert run_supervisor(short) == 0
+    log = (tmp_path / "logs" / "supervisor.log").read_text()
+    assert f"the learner {state} {0.5 if text else 0.0:.0f} s after the daemon's end: it is stopped" in log
+
+
+def test_a_signal_ends_the_wait_for_a_script_that_has_left(tmp_path: Path) -> None:
+    stop = "os.kill(os.getppid(), 15)"
+    learner = LEAVE + f"mark(has_left=True)\nnote('learner')\ntime.sleep(1)\n{stop}\n{WAIT}"
+    assert run_supervisor(spec(tmp_path, NOTE + "wait_for('learner', 1)", learner)) == 0
+    assert is_gone(lives(tmp_path, "learner")[0])
