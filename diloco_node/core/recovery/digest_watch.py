@@ -7,7 +7,7 @@ its own. Whoever has another digest than the ledger has diverged, and heals (`re
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Container
 from typing import Final
 
@@ -119,8 +119,8 @@ class DigestWatch:
         majority = majority_of(len(self._history.roster.voters))
         for fragment in range(len(self._own)):
             for version, digest in self._waiting(fragment).items():
-                others = [peer_digest for peer_digest in self._peer_digests(fragment, version) if peer_digest != digest]
-                if any(others.count(peer_digest) >= majority for peer_digest in others):
+                counts = Counter(self._peer_digests(fragment, version))
+                if any(count >= majority for peer_digest, count in counts.items() if peer_digest != digest):
                     return fragment
         return -1
 
