@@ -90,7 +90,7 @@ class UnevenRounds(Rounds):
         context: Any = SimpleNamespace(fragments=fragments, history=history, liveness=liveness)
         self._opener = Opener(context)
         names = tuple(self.names)
-        self._reachability = Reachability(names, names, names, ())
+        self._reachability = Reachability(names, names, names)
 
     def boundary(self, m: int, tick: int) -> None:
         """Learner m has ended a step, and its parameters are in its row: it takes versions, and gives snapshots."""

@@ -50,7 +50,8 @@ SUMMARY_BYTES_MAX: Final = 3 << 20
 """Longest summary of a ledger, below the limit of a control message. 64 regions, 100 fragments: about 0.5 MB."""
 
 LISTING_BYTES_MAX: Final = 60_000
-"""Some two thousand frozen tensors (`wire.frozen_listing`)."""
+"""Some thousands of tensors, whose names are much alike, or two thousand frozen ones; of more regions only say that
+they differ (`wire.tensor_listing`, `wire.frozen_listing`)."""
 
 REVOKED: Final = 1024
 """Certificates of a run. Another authority revokes all at once."""

@@ -9,7 +9,7 @@ from diloco_node.core.events import InitialStateStored
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.versions import Versions
-from diloco_node.core.rounds.entry_check import Run, run_fault
+from diloco_node.core.rounds.entry_check import Run, ledger_fault
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.settings_body import SettingsBody
@@ -95,15 +95,9 @@ class Genesis:
                 )
             )
 
-    def fault(self, body: GenesisBody) -> str:
-        """Why a ledger that begins so is of another run; empty if it is of this one."""
-        fault = run_fault(self._run, body)
-        return f"the ledger is of another run: {fault}" if fault else ""
-
     def on_commit(self, body: GenesisBody) -> None:
         """Say that the run has begun, or raise an alarm when the ledger is of another one."""
-        fault = self.fault(body)
-        if fault:
+        if fault := ledger_fault(self._run, body):
             self._effects.note("genesis", fault, is_alarm=True)
         else:
             is_changed = body.settings_digest != self._run[1]

@@ -139,7 +139,7 @@ class RegionCore:
             meaning=check,
             base=base,
             has_base=self.versions.has_base,
-            base_fault=lambda base: check.base_fault(base) or self._upkeep.base_fault(base),
+            base_fault=check.base_fault,
             named_by=lambda base: summed_roster(decode_summary(base.summary, fragments=fragments)),
             life=recovery.life,
         )
@@ -172,7 +172,6 @@ class RegionCore:
             history=self.history,
             versions=self.versions,
             effects=self._effects,
-            genesis_fault=self._genesis.fault,
         )
         self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
         # Fragments that are due by the learner's last report: a further one is told to the leader at once.
@@ -296,9 +295,9 @@ class RegionCore:
             raise AssertionError(f"one event caused more than {TURNS_MAX} turns")
         self._upkeep.learn()
         self._upkeep.compare()
-        if (base := self._upkeep.next_base()) is not None:
+        if (base := self._upkeep.compaction.next_base()) is not None:
             self._emit(self.ledger.compact(base))
-            self._upkeep.on_compaction()
+            self._upkeep.compaction.on_base()
         self._emit(self._objections.raise_against(self.ledger, now_ns=now_ns))
         lacking = self._patience.lacking(self.ledger.missing_payloads(rounds_max=MISSING_ROUNDS), now_ns=now_ns)
         if lacking or self.versions.is_lacking or not self._fetches.is_idle or not self.versions.has_started:

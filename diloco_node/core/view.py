@@ -77,7 +77,7 @@ class RegionView:
 
     Attributes:
         leader: empty if unknown. learner: this region's.
-        committed_versions: per fragment, by the ledger. versions: per fragment, applied here; -1: none yet.
+        versions: per fragment, applied here; -1: none yet.
         digests: per fragment (version, first bytes of the digest) of the last one computed here.
         end_waits: what the run's end waits for, see `RunEnd.waiting`.
         waiting: why no (further) round is open, or what this region waits for; in words.
@@ -99,7 +99,6 @@ class RegionView:
     last_index: int
     commit_index: int
     applied_index: int
-    committed_versions: tuple[int, ...]
     versions: tuple[int, ...]
     digests: tuple[tuple[int, bytes], ...]
     learner: LearnerStatus | None
@@ -216,7 +215,6 @@ def region_view(
         last_index=ledger.last_index,
         commit_index=ledger.commit_index,
         applied_index=core.versions.applied_index(),
-        committed_versions=tuple(history.versions),
         versions=tuple(core.versions.applied),
         digests=tuple(upkeep.digests.newest(fragment) for fragment in fragments),
         learner=core.liveness.learner(region),

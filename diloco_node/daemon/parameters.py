@@ -51,10 +51,7 @@ class Parameters:
         background: Executor | None = None,
     ) -> None:
         self.manifest = manifest
-        self.blocks = [
-            FragmentBlocks([piece.size for piece in fragment.pieces], settings.codec_down)
-            for fragment in manifest.fragments
-        ]
+        self.blocks = [FragmentBlocks(fragment.piece_sizes, settings.codec_down) for fragment in manifest.fragments]
         self.versions = [-1] * len(manifest.fragments)
         self._store = store
         self._pool = pool

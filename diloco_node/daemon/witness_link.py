@@ -225,7 +225,9 @@ class WitnessLink:
             place.disk = record.disk
             place.stored.clear()
         for entry in turn.lacking:
-            self._upload_soon(place, entry)
+            if place.read_at is not None and entry.hash not in place.uploads and len(place.uploads) < UPLOADS_MAX:
+                place.uploads.add(entry.hash)
+                self._spawn(self._upload(place, entry, place.read_at), "witness payload")
         for answer in turn.messages:
             try:
                 self._post(ev.MessageArrived(place.name, answer))
@@ -282,11 +284,6 @@ class WitnessLink:
                 return WitnessTurn(), current
             place.seen.see(turn.record, now_ns=self._now_ns())
         return turn, turn.record or current
-
-    def _upload_soon(self, place: _WitnessPlace, entry: Entry) -> None:
-        if place.read_at is not None and entry.hash not in place.uploads and len(place.uploads) < UPLOADS_MAX:
-            place.uploads.add(entry.hash)
-            self._spawn(self._upload(place, entry, place.read_at), "witness payload")
 
     async def _upload(self, place: _WitnessPlace, entry: Entry, read_at: datetime) -> None:
         disk, body, loop = place.disk, entry.body, asyncio.get_running_loop()
@@ -374,7 +371,7 @@ class WitnessLink:
             if answer is None:
                 return None
             pace(len(answer.data))
-            entry_hash = decode_record(answer.data).entry_of(*_name(request))
+            entry_hash = decode_record(answer.data).entry_of(request.fragment, request.version, request.digest)
             return bucket.payloads.read(_key(entry_hash), size_bytes, pace=pace) if entry_hash else None
 
         self.fetcher.expects(name, header, size_bytes)  # no watchdog: the request has its own time limits
@@ -441,7 +438,3 @@ def _look(place: _WitnessPlace) -> None:
 
 def _key(entry_hash: bytes) -> str:
     return f"{FOLDER}/{entry_hash.hex()}"
-
-
-def _name(request: PayloadRequested) -> tuple[int, int, bytes]:
-    return request.fragment, request.version, request.digest

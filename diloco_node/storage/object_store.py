@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -94,8 +95,7 @@ def folder_of(place: str | Path) -> Path | None:
 def open_objects(place: str | Path) -> Objects:
     """Open a URL or a folder. Nothing is made and nobody is asked.
 
-    Raises:
-        ConfigError: the URL is of no store that is known, or obstore is not installed.
+    Raises ConfigError: the URL is of no store that is known, or obstore is not installed.
     """
     if (folder := folder_of(place)) is not None:
         return FolderObjects(folder)
@@ -157,16 +157,9 @@ class FolderObjects:
 
 
 class BucketObjects:
-    """Objects of a store that has a URL.
+    """Objects of a store that has a URL. scheme: a key of CREDENTIALS."""
 
-    Args:
-        scheme: a key of CREDENTIALS.
-
-    Attributes:
-        client, retries: of each request.
-    """
-
-    client, retries = CLIENT, RETRIES
+    client, retries = CLIENT, RETRIES  # of each request
 
     def __init__(self, url: str, scheme: str) -> None:
         from obstore.exceptions import BaseError
@@ -234,31 +227,22 @@ class BucketObjects:
         with self.errors("remove", key):
             obstore.delete(self.store, key)
 
-    def errors(self, verb: str, key: str) -> _Refusals:
-        """Raise what obstore raises in a block as `StoreRefused` or `DamagedFile`."""
-        return _Refusals(f"can't {verb} {self.place}{'/' if key else ''}{key}", self._scheme)
-
-
-class _Refusals:
-    """Raises each error of obstore in a block as one of ours: the thing, the cause and the remedy."""
-
-    def __init__(self, subject: str, scheme: str) -> None:
-        self._subject = subject
-        self._scheme = scheme
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    @contextmanager
+    def errors(self, verb: str, key: str) -> Iterator[None]:
+        """Raise what obstore raises in a block as `StoreRefused` or `DamagedFile`: the thing, the cause, the remedy."""
         from obstore.exceptions import BaseError, NotFoundError
 
-        # obstore's own for a key, and a bucket, that is not there; Python's, of a local file, have its name.
-        is_missing = isinstance(error, FileNotFoundError) and error.filename is None
-        if error is None or (not is_missing and not isinstance(error, BaseError)):
-            return
-        if (is_missing or isinstance(error, NotFoundError)) and "NoSuchBucket" not in str(error):
-            raise DamagedFile(f"{self._subject}: it is not there") from error
-        raise StoreRefused(f"{self._subject}: {_remedy(_words(error), self._scheme)} ({_line(error)})") from error
+        subject = f"can't {verb} {self.place}{'/' if key else ''}{key}"
+        try:
+            yield
+        except (BaseError, FileNotFoundError) as error:
+            # obstore's own for a key, and a bucket, that is not there; Python's, of a local file, have its name.
+            is_missing = isinstance(error, FileNotFoundError) and error.filename is None
+            if not is_missing and not isinstance(error, BaseError):
+                raise
+            if (is_missing or isinstance(error, NotFoundError)) and "NoSuchBucket" not in str(error):
+                raise DamagedFile(f"{subject}: it is not there") from error
+            raise StoreRefused(f"{subject}: {_remedy(_words(error), self._scheme)} ({_line(error)})") from error
 
 
 def _remedy(text: str, scheme: str) -> str:

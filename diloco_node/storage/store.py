@@ -76,17 +76,14 @@ class RegionStore:
         self.lost = ""
         self._lock = -1
         if not is_read_only:
-            self._make()
+            with disk_errors("use", folder):
+                make_folder(folder)
+                for path in (self._payloads, self._states):
+                    path.mkdir(exist_ok=True)  # `load` makes the names durable
+                self._lock = _lock(folder / "lock")
         self._disk_id = DiskIdFile(folder)
         self._vote = VoteFile(folder)
         self._ledger = LedgerFile(folder)
-
-    def _make(self) -> None:
-        with disk_errors("use", self.folder):
-            make_folder(self.folder)
-            for path in (self._payloads, self._states):
-                path.mkdir(exist_ok=True)  # `load` makes the names durable
-            self._lock = _lock(self.folder / "lock")
 
     def load(self, fragments: int) -> Recovered:
         """Read and check everything that recovery needs. Once, before anything else.
@@ -282,7 +279,7 @@ class RegionStore:
 
     def set_states_aside(self, fragment: int, version_min: int) -> None:
         """Rename the states of the fragment from this version on; durable when this returns. Raises StorageError."""
-        for version, path in self._files(self._states, fragment):
+        for version, path in self._listing(self._states)[fragment]:
             if version >= version_min:
                 self._put_aside(path)
         with disk_errors("use", self._states):
@@ -294,7 +291,7 @@ class RegionStore:
 
     def state_versions(self, fragment: int) -> tuple[int, ...]:
         """Versions of this fragment whose state is on disk, sorted."""
-        return tuple(version for version, _ in self._files(self._states, fragment))
+        return tuple(version for version, _ in self._listing(self._states)[fragment])
 
     # ---- pruning ----
 
@@ -306,13 +303,13 @@ class RegionStore:
 
         Raises StorageError: the disk refused.
         """
-        states = self._files(self._states, fragment)
+        states = self._listing(self._states)[fragment]
         kept_states = states[-STATES_KEPT:]
         oldest_kept = kept_states[0][0] if kept_states else -1
         first = 1 if self._is_archive else 0
         surplus = [path for version, path in states[:-STATES_KEPT] if first <= version < keep_from_version]
         # An archive's folder has more and more names: it is not even listed.
-        payloads = [] if self._is_archive else self._files(self._payloads, fragment)
+        payloads = [] if self._is_archive else self._listing(self._payloads)[fragment]
         surplus += [path for version, path in payloads if version < keep_from_version and version <= oldest_kept]
         with disk_errors("remove old files from", self.folder):
             for path in surplus:
@@ -320,12 +317,8 @@ class RegionStore:
 
     # ---- reading and setting aside ----
 
-    def _files(self, folder: Path, fragment: int) -> list[tuple[int, Path]]:
-        """(version, path) of the fragment's files, sorted."""
-        return self._listing(folder)[fragment]
-
     def _listing(self, folder: Path) -> dict[int, list[tuple[int, Path]]]:
-        """Return `_files` of each fragment, by reading the folder once; empty for those without files."""
+        """Return (version, path) of each fragment's files, sorted; empty for those without files."""
         versions: dict[int, list[tuple[int, Path]]] = defaultdict(list)
         for path in sorted(folder.glob("f*.bin")):
             version = tensor_files.named_version(path)

@@ -135,11 +135,7 @@ def _decode(raw: bytes) -> tuple[int, int] | None:
 
 
 def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> Trained:
-    """Bring an incarnation's file up to what the shared memory says, durably, also while it counts on; what it says
-    now.
-
-    Raises StorageError: as for `read_trained`.
-    """
+    """Bring an incarnation's file up to what the shared memory says, durably. StorageError: as `read_trained`."""
     path = _counter_path(state_dir, incarnation)
     with _lock(path) as descriptor:
         raw = os.pread(descriptor, _FILE_BYTES + 1, 0)

@@ -86,7 +86,9 @@ class Listener:
         is_told = False
         while True:
             await asyncio.sleep(LISTENER_POLL_S)
-            await self._stop_unused()
+            for server in [server for server in self.retiring if not server.calls]:
+                self.retiring.remove(server)
+                await server.stop()
             current = self.current
             if current is not None:
                 # Where the kernel does not show them, nobody can tell.
@@ -102,11 +104,6 @@ class Listener:
                 if not is_told:
                     _log.error("the port is lost", reason=str(error))
                 is_told = True
-
-    async def _stop_unused(self) -> None:
-        for server in [server for server in self.retiring if not server.calls]:
-            self.retiring.remove(server)
-            await server.stop()
 
     async def stop(self) -> None:
         """Close the port, and cancel all calls. May be called twice."""

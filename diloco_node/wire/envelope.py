@@ -26,13 +26,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
+from diloco_node.core.bounds import LISTING_BYTES_MAX
 from diloco_node.core.settings_body import LEDGER_KEYS
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
 from diloco_node.escaping import escaped
 from diloco_node.wire.field_bounds import BOUNDS
 from diloco_node.wire.message_schema import Limits, Schema
 from diloco_node.wire.message_tables import CONTROL, HEADERS, PROTOCOL_VERSION, ControlMessage, TransferHeader
-from diloco_node.wire.tensor_listing import LISTING_BYTES_MAX, tensor_difference
+from diloco_node.wire.tensor_listing import tensor_difference
 
 TRANSFER_CONNECTIONS_MAX: Final = 8
 """Over so many a transfer may go: a link for a measurement may have more than one of a run."""

@@ -10,12 +10,12 @@ from diloco_node.core.bounds import (
     FRAGMENTS,
     INDEX,
     INDEX_MAX,
+    LISTING_BYTES_MAX,
     PIECES,
     REGIONS,
     STEP_MAX,
 )
 from diloco_node.core.shapes import Bound, Items, Octets, Real, Text, Whole
-from diloco_node.wire.tensor_listing import LISTING_BYTES_MAX
 
 COUNT_MAX: Final = 2**63 - 1
 """Bound of numbers that were drawn at random, and of a kernel's counters."""
@@ -32,7 +32,6 @@ SETTINGS: Final = 64
 SETTING_BYTES: Final = 128
 """Bound of a setting, "name=value"."""
 
-MEASUREMENT: Final = Whole(0, COUNT_MAX)
 COUNTED: Final = Whole(0, COUNT_MAX)
 KERNEL_COUNTED: Final = Whole(-1, COUNT_MAX)
 """-1 where the kernel does not tell."""
@@ -54,7 +53,7 @@ BOUNDS: Final[dict[str, Bound]] = {
     "IngressGranted.bytes_per_s": Whole(0, RATE_FREE_MAX),
     "IngressDemand.bytes_per_s": Whole(0, RATE_FREE_MAX),
     # Measuring
-    "measurement": MEASUREMENT,
+    "measurement": COUNTED,
     "sent_bytes": KERNEL_COUNTED,
     "retransmitted_bytes": KERNEL_COUNTED,
     "wire_bytes": KERNEL_COUNTED,

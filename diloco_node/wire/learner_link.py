@@ -25,7 +25,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, get_args
 
 from diloco_node.core.merge.fragments import Manifest, TensorSpec
 from diloco_node.core.types import CarryMode, Codec, Contribution, FragmentPosition, MergeRule
@@ -354,37 +354,9 @@ ToLearner = Welcome | Refuse | SnapshotRequested | VersionOffered | Stop | RunAd
 
 _LIMITS: Final = Limits(message_bytes_max=FRAME_BYTES_MAX)
 
-TO_DAEMON: Final[Schema[ToDaemon]] = Schema(
-    {
-        1: Attach,
-        2: Report,
-        3: SnapshotReady,
-        4: SnapshotDenied,
-        5: OfferApplied,
-        6: InitialState,
-        7: Done,
-        8: Failed,
-        9: Warned,
-        10: Leaving,
-        11: EndWanted,
-    },
-    bounds=BOUNDS,
-    limits=_LIMITS,
-)
-TO_LEARNER: Final[Schema[ToLearner]] = Schema(
-    {
-        1: Welcome,
-        2: Refuse,
-        3: SnapshotRequested,
-        4: VersionOffered,
-        5: Stop,
-        6: RunAdvanced,
-        7: ShardsGiven,
-        8: SettingsChanged,
-    },
-    bounds=BOUNDS,
-    limits=_LIMITS,
-)
+# The tag of a message is its place in the union, from 1.
+TO_DAEMON: Final[Schema[ToDaemon]] = Schema(dict(enumerate(get_args(ToDaemon), 1)), bounds=BOUNDS, limits=_LIMITS)
+TO_LEARNER: Final[Schema[ToLearner]] = Schema(dict(enumerate(get_args(ToLearner), 1)), bounds=BOUNDS, limits=_LIMITS)
 
 # ---- memory and frames -----------------------------------------------------------------------------------------------
 

@@ -6,11 +6,10 @@ A tag is never reused; a change here is a new `PROTOCOL_VERSION`.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final
+from typing import Final, get_args
 
-from diloco_node.core import messages, types
-from diloco_node.core.member_kind import MembershipBody
-from diloco_node.core.settings_body import SettingsBody
+from diloco_node.core import messages
+from diloco_node.core.ledger.entries import BODY_TYPES
 from diloco_node.wire import link_messages, measure_messages
 from diloco_node.wire.field_bounds import BOUNDS
 from diloco_node.wire.message_schema import Limits, Schema
@@ -26,20 +25,7 @@ TransferHeader = messages.BulkHeader | measure_messages.Probe
 CONTROL_BYTES_MAX: Final = 4 * 2**20
 HEADER_BYTES_MAX: Final = 64 * 2**10
 
-ENTRY_BODIES: Final[dict[int, type]] = {
-    101: types.GenesisBody,
-    102: types.LeaderBody,
-    103: types.RoundBody,
-    104: types.DiscardedBody,
-    105: types.FinishedBody,
-    106: types.DiskNamedBody,
-    107: types.SnapshotBody,
-    108: types.SummaryBody,
-    109: types.ExtendedBody,
-    110: types.RevokedBody,
-    111: MembershipBody,
-    112: SettingsBody,
-}
+ENTRY_BODIES: Final[dict[int, type]] = dict(enumerate(BODY_TYPES.values(), 101))
 
 MESSAGES: Final[dict[int, type]] = {
     1: messages.RequestVote,
@@ -60,18 +46,7 @@ MESSAGES: Final[dict[int, type]] = {
     16: messages.TimeoutNow,
     17: messages.FinishRequested,
     18: messages.DiscardReported,
-    19: link_messages.IngressGranted,
-    20: link_messages.IngressDemand,
-    21: measure_messages.EchoRequest,
-    22: measure_messages.EchoReply,
-    23: measure_messages.MeasurementRequested,
-    24: measure_messages.MeasurementReady,
-    25: measure_messages.MeasurementDeclined,
-    26: measure_messages.MeasurementReceived,
-    27: measure_messages.MeasurementStopped,
-    28: measure_messages.MeasurementSent,
-    29: measure_messages.LinkTestRequested,
-    30: measure_messages.LinkMeasured,
+    **dict(enumerate(get_args(link_messages.LinkMessage | measure_messages.MeasureMessage), 19)),
     31: messages.BaseSent,
     32: messages.MergedReceived,
     33: messages.AuditDrawn,

@@ -7,11 +7,9 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, Final
 
+from diloco_node.core.bounds import LISTING_BYTES_MAX
 from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.escaping import escaped
-
-LISTING_BYTES_MAX: Final = 60_000
-"""Some thousands of tensors, whose names are much alike; of more the regions only say that they differ."""
 
 _TEXT_BYTES_MAX: Final = 4 << 20
 _NAME_SHOWN: Final = 200

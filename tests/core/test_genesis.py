@@ -10,6 +10,7 @@ from diloco_node.core.events import InitialStateStored, Note
 from diloco_node.core.genesis import Genesis
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.versions import Versions
+from diloco_node.core.rounds.entry_check import ledger_fault
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import Recovered
@@ -109,7 +110,7 @@ def test_a_ledger_of_another_run_is_an_alarm() -> None:
     for other in ({"run_id": "x"}, {"manifest_digest": "x"}, {"regions": ("a", "b")}):
         place.genesis.on_commit(replace(GENESIS, **other))  # type: ignore[arg-type]
     assert place.alarms() == [False, True, True, True]
-    assert place.genesis.fault(replace(GENESIS, run_id="x")) == (
+    assert ledger_fault(RUN, replace(GENESIS, run_id="x")) == (
         "the ledger is of another run: its run.id is x, here it is run"
     )
 

@@ -19,7 +19,6 @@ from diloco_node.core.ledger.replication import BATCH_ENTRIES_MAX
 from diloco_node.core.ledger.summary import RunSummary
 from diloco_node.core.merge.fragments import FRAGMENTS_MAX, TENSORS_MAX, VALUES_MAX
 from diloco_node.core.merge.stripes import STRIPES_MAX
-from diloco_node.core.merge.weights import FLOAT32_MAX
 from diloco_node.core.rounds.discards import REPORTED_MAX
 from diloco_node.core.shapes import REGION_FIELDS, Bound, Items, Octets, Real, Text, Whole, bound_of
 from diloco_node.core.types import BLOCK_VALUES, DiscardedBody, EntryBody
@@ -183,7 +182,6 @@ def test_the_bounds_are_those_of_the_parts_that_make_the_values() -> None:
     assert core_bounds.FRAGMENTS == FRAGMENTS_MAX
     assert core_bounds.PIECES == TENSORS_MAX
     assert core_bounds.STRIPES == REGIONS_MAX + STRIPES_MAX
-    assert core_bounds.FLOAT32_MAX == FLOAT32_MAX
     assert core_bounds.RATE_MAX >= RATE_BYTES_PER_S_MAX
     assert core_bounds.BLOCKS_MAX == VALUES_MAX // BLOCK_VALUES + TENSORS_MAX
     assert BOUNDS["entries"] == Items(BATCH_ENTRIES_MAX)

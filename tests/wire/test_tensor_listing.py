@@ -6,9 +6,10 @@ import zlib
 
 import pytest
 
+from diloco_node.core.bounds import LISTING_BYTES_MAX
 from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.core.types import MergeRule
-from diloco_node.wire.tensor_listing import LISTING_BYTES_MAX, pack_tensors, tensor_difference
+from diloco_node.wire.tensor_listing import pack_tensors, tensor_difference
 
 OURS = [TensorSpec(f"blocks.{at}.weight", (4, 4)) for at in range(300)]
 

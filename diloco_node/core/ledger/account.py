@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Final
 
@@ -188,17 +188,7 @@ class Account:
 
     def included_lines(self) -> tuple[Included, ...]:
         """The newest inclusions, by learner and fragment."""
-        return tuple(
-            Included(
-                *name,
-                inclusion.incarnation,
-                inclusion.version,
-                inclusion.snapshot,
-                inclusion.step_to,
-                inclusion.tokens_to,
-            )
-            for name, inclusion in sorted(self._inclusions.items())
-        )
+        return tuple(Included(*name, *astuple(self._inclusions[name])) for name in sorted(self._inclusions))
 
     def totals(self, fragments: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Tokens merged and discarded so far, per fragment."""

@@ -30,7 +30,7 @@ ENTRY_BYTES_MAX: Final = 3 << 20
 """Longest encoded entry, below the limit of a control message. A round of 64 learners and 4,000 pieces takes 2.4 MB."""
 
 
-_BODY_TYPES: Final[dict[str, type[Any]]] = {
+BODY_TYPES: Final[dict[str, type[Any]]] = {
     "genesis": types.GenesisBody,
     "leader": types.LeaderBody,
     "round": types.RoundBody,
@@ -44,9 +44,12 @@ _BODY_TYPES: Final[dict[str, type[Any]]] = {
     "membership": MembershipBody,
     "settings": SettingsBody,
 }
-"""By the name of its kind on disk; a leader's entry is the empty one that it begins its term with."""
+"""By the name of its kind on disk; a leader's entry is the empty one that it begins its term with.
 
-_KINDS: Final = {body_type: kind for kind, body_type in _BODY_TYPES.items()}
+On the wire a body has its place here as its tag: a further kind goes to the end.
+"""
+
+_KINDS: Final = {body_type: kind for kind, body_type in BODY_TYPES.items()}
 _DEPTH_MAX: Final = 6
 """An entry, its round, the members, one of them, its contribution, the norms."""
 
@@ -103,7 +106,7 @@ def decode_entry(data: bytes | memoryview) -> Entry:
     try:
         plain = unpack(data, depth_max=_DEPTH_MAX, values_max=ENTRY_BYTES_MAX // 8, items_max=ENTRY_BYTES_MAX // 8)
         index, term, previous, kind, body, own_hash = plain
-        body_type = _BODY_TYPES[kind]
+        body_type = BODY_TYPES[kind]
         entry = Entry(
             index=_INDEX(index),
             term=_INDEX(term),

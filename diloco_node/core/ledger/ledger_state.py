@@ -200,11 +200,6 @@ class LedgerState:
         """The base with which the log begins."""
         return self._log.base
 
-    @property
-    def is_base_lacking(self) -> bool:
-        """This region's disk does not hold yet what the base stands for."""
-        return not self._log.is_whole
-
     def entry(self, index: int) -> Entry:
         """Return an entry of the log, staged ones not counted. Raises IndexError."""
         if index > self._log.last_index:

@@ -348,13 +348,7 @@ class LedgerCore(LedgerState):
                 self._gate.send(peer, TimeoutNow(self.term, successor))
 
     def _append_entries(self, peer: str, request: AppendEntries, now_ns: int) -> None:
-        if request.term > self.term and not self._hears_leader(now_ns, but=peer):
-            self._adopt_term(request.term, now_ns)
-        if request.term != self.term:
-            # Also when it is far ahead: the next message finds this voter closer.
-            self._refuse(peer, request.sequence, hint=0)
-            return
-        if not self._may_follow(peer, now_ns):
+        if not self._may_follow(peer, request.term, request.sequence, now_ns):
             return
         committed_index = self.cluster_commit_index
         fault = fault_in(request)
@@ -364,12 +358,7 @@ class LedgerCore(LedgerState):
         if fault or (fault := self._entry_gate.fault(request, peer=peer, committed_index=committed_index)):
             self._distrust(peer, fault, now_ns)
             return
-        if self.leader != peer:
-            self._become_follower(peer, now_ns)
-        self._election.restart_timer(now_ns)
-        self._election.cadence.hear(now_ns)
-        following = self._following
-        following.requested_sequence = max(following.requested_sequence, request.sequence)
+        following = self._follow(peer, request.sequence, now_ns)
         if self._log.has(request.previous_index, request.previous_hash):
             conflict = following.take(self._log, request)
             if conflict:
@@ -421,11 +410,26 @@ class LedgerCore(LedgerState):
         self._entry_gate.refuse(peer, fault, until_ns=now_ns + DISTRUST_TIMEOUTS * self._election_timeout_ns)
         self._become_follower("", now_ns)
 
-    def _may_follow(self, peer: str, now_ns: int) -> bool:
-        """Whether a peer may lead this term."""
+    def _may_follow(self, peer: str, term: int, sequence: int, now_ns: int) -> bool:
+        """Whether a peer may lead the term of its message; it is refused when that is not this voter's."""
+        if term > self.term and not self._hears_leader(now_ns, but=peer):
+            self._adopt_term(term, now_ns)
+        if term != self.term:
+            # Also when it is far ahead: the next message finds this voter closer.
+            self._refuse(peer, sequence, hint=0)
+            return False
         if rival := self._rival(peer):
             self._contradict(peer, f"{peer} and {rival} both lead term {self.term}: ignored {peer}")
         return not rival and self._entry_gate.trusts(peer, now_ns=now_ns)
+
+    def _follow(self, peer: str, sequence: int, now_ns: int) -> Following:
+        """Take a message of the term's leader for one."""
+        if self.leader != peer:
+            self._become_follower(peer, now_ns)
+        self._election.restart_timer(now_ns)
+        self._election.cadence.hear(now_ns)
+        self._following.requested_sequence = max(self._following.requested_sequence, sequence)
+        return self._following
 
     def _part_from(self, peer: str, index: int, entry_hash: bytes, sequence: int, now_ns: int) -> None:
         """Follow no more who leads with a log that can't be beside this one, and tell it: nothing here is dropped."""
@@ -445,12 +449,7 @@ class LedgerCore(LedgerState):
         self._gate.send(peer, AppendEntriesReply(self.term, sequence, False, hint, ZERO_HASH, self._disk))
 
     def _base_sent(self, peer: str, message: BaseSent, now_ns: int) -> None:
-        if message.term > self.term and not self._hears_leader(now_ns, but=peer):
-            self._adopt_term(message.term, now_ns)
-        if message.term != self.term:
-            self._refuse(peer, message.sequence, hint=0)
-            return
-        if not self._may_follow(peer, now_ns):
+        if not self._may_follow(peer, message.term, message.sequence, now_ns):
             return
         base = LedgerBase(message.index, message.base_term, message.hash, message.summary)
         fault = ""
@@ -464,12 +463,7 @@ class LedgerCore(LedgerState):
         if fault:
             self._note(f"ignored a base from {peer}: {fault}", is_alarm=True)
             return
-        if self.leader != peer:
-            self._become_follower(peer, now_ns)
-        self._election.restart_timer(now_ns)
-        self._election.cadence.hear(now_ns)
-        following = self._following
-        following.requested_sequence = max(following.requested_sequence, message.sequence)
+        following = self._follow(peer, message.sequence, now_ns)
         if base.index > self.cluster_commit_index:
             self._log.install(base, committed_index=self.commit_index)
             self.disks.begin(self._named_by(base), base.index)

@@ -184,9 +184,10 @@ class Roster:
             disks = dict(zip(body.regions, body.disks, strict=False))
             return Roster.of_voters(body.regions, disks, since=entry.index)
         if isinstance(body, DiskNamedBody) and body.region in self.disks:
-            line = self.memberships[body.region]
-            folders = line.folders + (body.disk not in (NO_DISK, EXPELLED, EVICTED))
-            return self._with(body.region, replace(line, disk=body.disk, folders=folders))
+            before = self.memberships[body.region]
+            folders = before.folders + (body.disk not in (NO_DISK, EXPELLED, EVICTED))
+            line = replace(before, disk=body.disk, folders=folders)
+            return Roster({**self.memberships, body.region: line}, self.changes, self.signature)
         if isinstance(body, MembershipBody) and body.kind in KINDS:
             return self.changed(body, entry.index)
         return self
@@ -262,14 +263,9 @@ class Roster:
         disk = self.disks[region]
         if disk == EXPELLED:
             return f"{region} is expelled: readmit it first"
-        return (
-            ""
-            if disk not in (NO_DISK, EVICTED)
-            else f"the disk of {region} does not hold yet what is committed: it gets no vote before"
-        )
-
-    def _with(self, name: str, line: Membership) -> Roster:
-        return Roster({**self.memberships, name: line}, self.changes, self.signature)
+        if disk in (NO_DISK, EVICTED):
+            return f"the disk of {region} does not hold yet what is committed: it gets no vote before"
+        return ""
 
 
 def lines_fault(lines: Iterable[Enrolled]) -> str:

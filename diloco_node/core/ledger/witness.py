@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 import msgpack
 
@@ -314,16 +314,12 @@ def encode_record(record: WitnessRecord) -> bytes:
 
 
 def decode_record(data: bytes | memoryview) -> WitnessRecord:
-    """The record in the bytes of an object.
-
-    Raises:
-        ProtocolViolation: they are none, or of another format.
-    """
+    """The record in the bytes of an object. Raises ProtocolViolation: they are none, or of another format."""
     plain = unpack(data, depth_max=3, values_max=ENTRIES_MAX + 64, items_max=ENTRIES_MAX)
     if type(plain) is not list or len(plain) != 10 or plain[0] != FORMAT:
         raise ProtocolViolation(f"no record of a witness of format {FORMAT}")
     _, run_id, disk, writes, term, voted_for, leader, base, commit_index, entries = plain
-    numbers = [writes, term, commit_index, *(base[:2] if _is_list(base, 3) else [None])]
+    numbers = [writes, term, commit_index, *(base[:2] if type(base) is list and len(base) == 3 else [None])]
     texts = [(run_id, RUN_ID_BYTES), (voted_for, _NAMES_BYTES_MAX), (leader, _NAMES_BYTES_MAX)]
     is_sound = (
         all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
@@ -342,10 +338,6 @@ def decode_record(data: bytes | memoryview) -> WitnessRecord:
     log_base = LedgerBase(base[0], base[1], base[2], b"")
     entry_bytes = {entry.hash: data for entry, data in zip(tail, entries, strict=True)}
     return WitnessRecord(run_id, disk, writes, term, voted_for, leader, log_base, tail, commit_index, entry_bytes)
-
-
-def _is_list(plain: Any, count: int) -> bool:
-    return type(plain) is list and len(plain) == count
 
 
 class WitnessWatch:

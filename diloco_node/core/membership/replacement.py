@@ -83,9 +83,6 @@ class SettingsChange:
             return "the run is over, or about to end"
         if not ledger.is_settled:
             return f"only the leader can do it: give the order to {ledger.leader or 'it, when there is one'}"
-        return self._value_fault(body)
-
-    def _value_fault(self, body: SettingsBody) -> str:
         settings = self._history.settings
         if body == SettingsBody.of(settings):
             return "the run has these settings already"

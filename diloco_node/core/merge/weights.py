@@ -29,12 +29,11 @@ from math import isfinite, isnan, sqrt
 from statistics import median
 from typing import Final
 
+from diloco_node.core.bounds import FLOAT32_MAX
 from diloco_node.core.merge.carry import MISSED_KEEP
 from diloco_node.core.merge.outliers import MEMBERS_MIN, Clips
 from diloco_node.core.types import Contribution, MergeRule, RunSettings
 from diloco_node.errors import PayloadCorrupt
-
-FLOAT32_MAX: Final = 3.4028234663852886e38
 
 NORM_MIN: Final = 2.0**-100
 """Shorter outer gradients count as zero: the encoder flushes blocks below this size."""

@@ -7,7 +7,7 @@ its own. Whoever has another digest than the ledger has diverged, and heals (`re
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Container
 from typing import Final
 
@@ -116,13 +116,11 @@ class DigestWatch:
     def minority_fragment(self) -> int:
         """A fragment of which a majority without this region tells another digest than this one's; -1 if there is
         none. The ledger has no snapshot of it yet, and gets none while this region leads."""
+        majority = majority_of(len(self._history.roster.voters))
         for fragment in range(len(self._own)):
             for version, digest in self._waiting(fragment).items():
-                peer_digests = self._peer_digests(fragment, version)
-                if any(
-                    peer_digest != digest and peer_digests.count(peer_digest) >= self._majority
-                    for peer_digest in peer_digests
-                ):
+                counts = Counter(self._peer_digests(fragment, version))
+                if any(count >= majority for peer_digest, count in counts.items() if peer_digest != digest):
                     return fragment
         return -1
 
@@ -158,10 +156,6 @@ class DigestWatch:
         newest = self._history.snapshots.newest(fragment)
         version_named = 0 if newest is None else newest.version
         return {version: digest for version, digest in self._pending[fragment].items() if version > version_named}
-
-    @property
-    def _majority(self) -> int:
-        return majority_of(len(self._history.roster.voters))
 
     def _peer_digests(self, fragment: int, version: int) -> list[bytes]:
         """Return the digests that the voters among the peers reported for a version."""

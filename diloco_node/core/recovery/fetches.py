@@ -44,9 +44,6 @@ class _Fetch:
     retries: int = 0
     not_before_ns: int = 0
 
-    def is_for(self, version: int, body: RoundBody | None, digest: bytes) -> bool:
-        return (self.body is None) == (body is None) and (self.version, self.digest) == (version, digest)
-
 
 class Fetches:
     """Turns requests into fetch effects. After every call that changes something, call `pump`."""
@@ -95,7 +92,8 @@ class Fetches:
         """
         current = self.pending.get(fragment)
         digest = digest if body is None else body.payload_digest
-        if current is not None and (current.peer or current.is_for(version, body, digest)):
+        name = (version, digest, body is None)
+        if current is not None and (current.peer or (current.version, current.digest, current.body is None) == name):
             return
         self.pending[fragment] = _Fetch(fragment, version, body, digest, patience_ns)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from typing import Final
 
 from diloco_node.core.effects_buffer import EffectBuffer
@@ -17,27 +17,18 @@ from diloco_node.core.types import (
     Entry,
     EntryBody,
     GenesisBody,
-    LedgerBase,
     RoundBody,
     RunSettings,
     SnapshotBody,
     SummaryBody,
 )
-from diloco_node.errors import ProtocolViolation
 
 LEARNT_PER_CALL: Final = 64
 """Entries that `learn` reads in one call, as many as are applied in one."""
 
 
 class Upkeep:
-    """Snapshots, sums and comparisons of states during a run.
-
-    Args:
-        genesis_fault: why a ledger that begins with this genesis is of another run; empty if it is of this one.
-
-    Attributes:
-        digests: of this region and the others.
-    """
+    """Snapshots, sums and comparisons of states during a run. digests: of this region and the others."""
 
     def __init__(
         self,
@@ -47,21 +38,19 @@ class Upkeep:
         history: RoundHistory,
         versions: Versions,
         effects: EffectBuffer,
-        genesis_fault: Callable[[GenesisBody], str],
     ) -> None:
         self._fragments = len(history.versions)
         self._ledger = ledger
         self._history = history
         self._versions = versions
         self._effects = effects
-        self._genesis_fault = genesis_fault
         self.digests = DigestWatch(
             self._fragments,
             effects,
             history=history,
             snapshot_versions=settings.checkpoint_versions,
         )
-        self._compaction = Compaction(
+        self.compaction = Compaction(
             summary_entries=settings.summary_entries,
             ledger=ledger,
             history=history,
@@ -77,14 +66,6 @@ class Upkeep:
         """Whether `learn` has more to read."""
         return self._learnt_index < self._ledger.cluster_commit_index
 
-    def base_fault(self, base: LedgerBase) -> str:
-        """Why a leader's base can't be one of this run's ledger; empty if it can."""
-        try:
-            summary = decode_summary(base.summary, fragments=self._fragments)
-        except ProtocolViolation as error:
-            return str(error)
-        return self._genesis_fault(summary.genesis[0])
-
     def follow_base(self, *, now_ns: int) -> bool:
         """Go on from a base that the leader sent, if there is a new one."""
         base = self._ledger.take_base()
@@ -93,7 +74,7 @@ class Upkeep:
         summary = decode_summary(base.summary, fragments=self._fragments)
         self._history.restore(summary, base.index, now_ns=now_ns)
         self._versions.begin_at(base.index)
-        self._compaction.on_base()
+        self.compaction.on_base()
         self._learnt_index = base.index
         return True
 
@@ -106,7 +87,7 @@ class Upkeep:
 
     def on_commit(self, entry: Entry) -> None:
         """The history and the versions have taken an entry."""
-        self._compaction.on_entry(entry)
+        self.compaction.on_entry(entry)
         self._must_compare |= isinstance(entry.body, SnapshotBody | GenesisBody)
 
     def digest_computed(self, event: DigestComputed, *, now_ns: int) -> None:
@@ -131,14 +112,6 @@ class Upkeep:
             self._versions.heal(snapshot, version_reached=self._newest_round(snapshot.fragment))
             self.digests.forget(snapshot.fragment)
 
-    def next_base(self) -> LedgerBase | None:
-        """Return the base with which the ledger may begin now, or None. Call `on_compaction` once it does."""
-        return self._compaction.next_base()
-
-    def on_compaction(self) -> None:
-        """The ledger begins with it."""
-        self._compaction.on_base()
-
     def proposals(self, there: Container[str]) -> list[EntryBody]:
         """As leader: snapshots that a majority agrees on, and the newest sum, for the ledger; once in each term.
 
@@ -154,7 +127,7 @@ class Upkeep:
                 self._proposed[body.fragment] = name
                 self._effects.note("snapshot", body.digest.hex(), fragment=body.fragment, version=body.version)
                 bodies.append(body)
-        summary: SummaryBody | None = self._compaction.proposal()
+        summary: SummaryBody | None = self.compaction.proposal()
         return [*bodies, summary] if summary is not None else bodies
 
     @property

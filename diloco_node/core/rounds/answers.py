@@ -163,11 +163,10 @@ class Answers:
 
     def _refuse(self, round_: OpenRound, peer: str, reason: str) -> None:
         if peer in round_.members and peer not in round_.contributions and peer not in round_.refusals:
-            round_.refusals[peer] = reason
-            self._effects.note("declined", f"{peer}: {reason}", fragment=round_.fragment, version=round_.version)
+            self.drop(round_, peer, reason)
 
     def drop(self, round_: OpenRound, name: str, reason: str) -> None:
-        """Leave a contribution out of the merge that is decided now; it was in order when it came."""
+        """Leave a member out of the merge."""
         round_.refusals[name] = reason
         self._effects.note("declined", f"{name}: {reason}", fragment=round_.fragment, version=round_.version)
 

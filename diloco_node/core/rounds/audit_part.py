@@ -95,9 +95,7 @@ class AuditPart:
         if fault := round_.entry_fault(body, coefficients, windows):
             return fault
         ballot = round_.ballot
-        if not self._is_on or ballot is None or ballot.number != body.ballot:
-            return ""
-        if ballot.leader == self._region:
+        if not self._is_on or ballot is None or ballot.number != body.ballot or ballot.leader == self._region:
             return ""
         if not _keeps_commitment(ballot, body.nonces):
             return f"{ballot.leader} names another nonce than it committed to"

@@ -59,13 +59,6 @@ def claim_fault(
     return ""
 
 
-def discard_claim_fault(body: DiscardedBody, *, incarnation_known: int) -> str:
-    """Return why an interval that a region reports as lost can't be true; empty if it can."""
-    if not is_plausible_incarnation(body.incarnation, incarnation_known):
-        return f"incarnation {body.incarnation}, the ledger knows {incarnation_known}"
-    return f"steps up to {body.step_to}" if body.step_to > STEPS_MAX else ""
-
-
 def discard_contradiction(body: DiscardedBody, report: LearnerStatus | None) -> str:
     """Return what a learner's last report, if there is one, says against its steps being lost; empty if nothing.
 

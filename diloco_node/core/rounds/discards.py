@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from diloco_node.core.rounds.claim_limits import discard_claim_fault
+from diloco_node.core.rounds.claim_limits import STEPS_MAX, is_plausible_incarnation
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import Contribution, DiscardedBody, LearnerStatus
@@ -160,7 +160,9 @@ class DiscardDesk:
         if self._spent.get(body.learner, 0) >= DEATHS_AT_ONCE * len(self._history.versions):
             return False
         newest = self._history.account.newest_incarnation(body.learner)
-        if self._history.discard_fault(body) or discard_claim_fault(body, incarnation_known=newest):
+        if not is_plausible_incarnation(body.incarnation, newest) or body.step_to > STEPS_MAX:
+            return False
+        if self._history.discard_fault(body):
             return False
         self._spent[body.learner] = self._spent.get(body.learner, 0) + 1
         self._booking.add(_booking_key(body))

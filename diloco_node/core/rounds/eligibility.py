@@ -47,13 +47,11 @@ class Reachability:
         reachable: regions that hear the leader and are heard by it; the leader too. Sorted.
         reducers: reachable regions that reach every other reachable one. Sorted, never empty.
         learners: reachable regions with a learner that steps. Sorted.
-        away: regions whose learner can't be asked, each with the reason.
     """
 
     reachable: tuple[str, ...]
     reducers: tuple[str, ...]
     learners: tuple[str, ...]
-    away: tuple[tuple[str, str], ...]
 
 
 def assess_reachability(
@@ -63,49 +61,33 @@ def assess_reachability(
     *,
     now_ns: int,
     exclude: Collection[str] = (),
-    left_out: Mapping[str, str] | None = None,
+    left_out: Collection[str] = (),
 ) -> Reachability:
     """Find the regions that are there, those that can reduce, and those whose learner steps.
 
     If two regions do not reach each other, neither reduces, so that both stay members: full membership is worth more
     than one more reducer.
 
-    exclude: regions that must not reduce. left_out: learners that are not asked, with the reason. Both hold unless
-    nobody else is left.
+    exclude: regions that must not reduce. left_out: learners that are not asked. Both hold unless nobody else is left.
     """
     reachable = tuple(sorted(name for name in regions if liveness.reaches(name, now_ns=now_ns)))
     central = liveness.central_regions(reachable)
     reducers = tuple(name for name in central if name not in exclude) or tuple(central) or (leader,)
-    learners, away = [], []
     step_times_ns = [status.step_time_ns for name in regions if (status := liveness.learner(name)) is not None]
-    for name in sorted(regions):
-        reason = (
-            "not reachable" if name not in reachable else stall_reason(name, liveness, step_times_ns, now_ns=now_ns)
-        )
-        if reason:
-            away.append((name, reason))
-        else:
-            learners.append(name)
-    names = [name for name in learners if name not in (left_out or {})]
-    if left_out and names:
-        away = sorted(away + [(name, f"left out: {left_out[name]}") for name in learners if name in left_out])
-        learners = names
-    return Reachability(reachable, reducers, tuple(learners), tuple(away))
+    learners = tuple(name for name in reachable if _steps(name, liveness, step_times_ns, now_ns=now_ns))
+    asked = tuple(name for name in learners if name not in left_out)
+    return Reachability(reachable, reducers, asked or learners)
 
 
-def stall_reason(region: str, liveness: Liveness, step_times_ns: Sequence[int], *, now_ns: int) -> str:
-    """Return why a region's learner is not waited for; empty if it steps. step_times_ns: of all learners."""
+def _steps(region: str, liveness: Liveness, step_times_ns: Sequence[int], *, now_ns: int) -> bool:
+    """Whether a region's learner is waited for. step_times_ns: of all learners."""
     status = liveness.learner(region)
-    if status is None:
-        return "no learner"
-    if status.finished:
-        return "its learner has stopped"
+    if status is None or status.finished:
+        return False
     stepped_at_ns = liveness.stepped_at_ns(region)
     step_time_ns = believed_step_time_ns(status.step_time_ns, step_times_ns)
     limit_ns = max(STALLED_NS_MIN, STALLED_STEPS * step_time_ns, LEAVING_NS if status.leaving else 0)
-    if stepped_at_ns is None or now_ns - stepped_at_ns > limit_ns:
-        return "its learner makes no steps"
-    return ""
+    return stepped_at_ns is not None and now_ns - stepped_at_ns <= limit_ns
 
 
 def member_fault(

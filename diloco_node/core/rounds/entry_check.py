@@ -84,6 +84,12 @@ def run_fault(run: Run, body: GenesisBody) -> str:
     return "; ".join(f"its {label} is {there}, here it is {here}" for label, there, here in pairs if there != here)
 
 
+def ledger_fault(run: Run, body: GenesisBody) -> str:
+    """Return why a ledger that begins so is of another run; empty if it is of this one."""
+    fault = run_fault(run, body)
+    return f"the ledger is of another run: {fault}" if fault else ""
+
+
 @dataclass(frozen=True, slots=True)
 class _Facts:
     """Facts that the entries so far state, without the token account.
@@ -217,13 +223,14 @@ class EntryCheck:
         self._account.restore(summary, base.index)
 
     def base_fault(self, base: LedgerBase) -> str:
-        """Return why `begin` would refuse a base; empty if it would not."""
+        """Return why a base can't be one of this run's ledger; empty if it can."""
         try:
             summary = decode_summary(base.summary, fragments=len(self._fragments))
             self._recent_rounds(summary)
         except ProtocolViolation as error:
             return str(error)
-        return self._base_roster_fault(summed_roster(summary), summary.genesis[0])
+        genesis = summary.genesis[0]
+        return self._base_roster_fault(summed_roster(summary), genesis) or ledger_fault(self._run, genesis)
 
     def _base_roster_fault(self, roster: Roster, genesis: GenesisBody) -> str:
         changes = (self._before[0] if self._before else self._facts).roster.changes

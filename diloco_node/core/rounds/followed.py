@@ -247,8 +247,6 @@ def decision_fault(decision: MergeDecided, announcement: BallotOpened, pieces: i
     if strange:
         return f"{strange[0].learner}'s contribution to fragment {strange[0].fragment} has no part in it"
     rows = [len(row) for row in decision.coefficients]
-    return (
-        ""
-        if rows == [pieces] * len(names)
-        else f"coefficients {rows} for {len(names)} contributions of {pieces} pieces"
-    )
+    if rows != [pieces] * len(names):
+        return f"coefficients {rows} for {len(names)} contributions of {pieces} pieces"
+    return ""

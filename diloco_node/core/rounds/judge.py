@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.evidence import (
-    Pair,
     blame_norms,
     blame_sums,
     differing_norms,
@@ -52,26 +51,21 @@ class Judge:
 
     def judge_digests(self, round_: OpenRound, *, now_ns: int) -> str:
         """Blame reducers that told a wrong digest: the ballot can't commit. Return why, in words; empty if none did."""
-        blames = dispute_reducers(round_, len(self._context.regions))
-        self.blame_all(round_, blames, now_ns=now_ns)
-        return _listed(blames)
+        return self.blame_all(round_, dispute_reducers(round_, len(self._context.regions)), now_ns=now_ns)
 
     def judge_sums(
         self, round_: OpenRound, stripes: Mapping[int, tuple[bytes, tuple[float, ...]]], *, now_ns: int
     ) -> str:
         """Blame reducers whose merged stripes (`blame_sums`) can't be the sum. Return why, in words; empty
         if all can."""
-        blames = blame_sums(round_, stripes, self._history.settings)
-        self.blame_all(round_, blames, now_ns=now_ns)
-        return _listed(blames)
+        return self.blame_all(round_, blame_sums(round_, stripes, self._history.settings), now_ns=now_ns)
 
     def judge_renamers(self, round_: OpenRound, *, now_ns: int) -> str:
         """Blame members that renamed their contribution: it never arrives whole. Return why, in words."""
         reason = "it gave its contribution another name in the same round"
         blames = [Blame(name, BallotRole.MEMBER, reason, is_proved=True) for name in sorted(round_.renamers)]
         round_.renamers.clear()
-        self.blame_all(round_, blames, now_ns=now_ns)
-        return _listed(blames)
+        return self.blame_all(round_, blames, now_ns=now_ns)
 
     def question_norms(self, round_: OpenRound, members: tuple[str, ...], *, now_ns: int) -> str:
         """Question the norms of contributions that do not add up.
@@ -89,8 +83,7 @@ class Judge:
             self._note(round_, f"norms of {', '.join(members)} do not add up: the leader reduces all stripes itself")
             return ""
         blames = [Blame(name, BallotRole.MEMBER, fault, is_proved=True) for name in members]
-        self.blame_all(round_, blames, now_ns=now_ns)
-        return _listed(blames)
+        return self.blame_all(round_, blames, now_ns=now_ns)
 
     def answer_norms(self, round_: OpenRound, *, now_ns: int) -> None:
         """Compare the norms in question with those that the leader found itself, and blame the liars."""
@@ -103,7 +96,8 @@ class Judge:
             return
         pairs = differing_norms(question, round_)
         self.blame_all(round_, blame_norms(pairs, self._disputes), now_ns=now_ns)
-        self._remember(pairs)
+        for member, reducer in pairs:
+            self._disputes.setdefault(member, set()).add(reducer)
 
     def on_commit(self, round_: OpenRound) -> None:
         """Clear the members and reducers of a committed ballot: each did its part."""
@@ -146,12 +140,9 @@ class Judge:
         )
         return (*probes, *suspects)
 
-    def _remember(self, pairs: Iterable[Pair]) -> None:
-        for member, reducer in pairs:
-            self._disputes.setdefault(member, set()).add(reducer)
-
-    def blame_all(self, round_: OpenRound, blames: Sequence[Blame], *, now_ns: int) -> None:
-        """Take blamed regions out of this round, and suspend them."""
+    def blame_all(self, round_: OpenRound, blames: Sequence[Blame], *, now_ns: int) -> str:
+        """Take blamed regions out of this round, and suspend them. Return the blames in words; empty if there is
+        none."""
         for blame in blames:
             if blame.role is BallotRole.REDUCER:
                 round_.exclusions.add(blame.region)
@@ -168,10 +159,7 @@ class Judge:
             round_.exclusions.clear()
         if round_.rejections.keys() >= set(round_.members) and not any(blame.is_proved for blame in blames):
             round_.rejections.clear()
+        return "; ".join(f"{blame.region}: {blame.reason}" for blame in blames)
 
     def _note(self, round_: OpenRound, text: str, *, is_alarm: bool = False) -> None:
         self._effects.note("suspects", text, fragment=round_.fragment, version=round_.version, is_alarm=is_alarm)
-
-
-def _listed(blames: Sequence[Blame]) -> str:
-    return "; ".join(f"{blame.region}: {blame.reason}" for blame in blames)

@@ -353,7 +353,7 @@ class RoundParticipant:
             self._effects.emit(
                 SendContribution(ballot.number, round_.version, round_.contribution, announcement.stripes, skip)
             )
-        elif not self._snapshot_hindrance(announcement.fragment, round_.version):
+        elif self._may_contribute(announcement.fragment, round_.version):
             assert self._learner is not None
             round_.requested_base = self._learner.positions[announcement.fragment].base_version
             self._effects.emit(TakeSnapshot(announcement.fragment, round_.version, round_.requested_base))
@@ -400,23 +400,18 @@ class RoundParticipant:
         else:
             self._effects.emit(StorePayload(ballot.number, fragment, round_.version, ballot.digest, stripes))
 
-    def _snapshot_hindrance(self, fragment: int, version: int) -> str:
-        """Return why no snapshot can be taken just yet; empty if it can. Asked again when something changes.
+    def _may_contribute(self, fragment: int, version: int) -> bool:
+        """Whether the learner can contribute now. Asked again when something changes.
 
         A snapshot is taken against version - 1, once the learner has applied that. So each offered version settles the
         snapshot before it, and no base is older than the learner's last inclusion.
         """
         if self._learner is None:
-            return "no learner"
+            return False
         position = self._learner.positions[fragment]
         covered_step = self._history.covered_step(self._region, self._learner.incarnation, fragment)
-        if position.base_version != version - 1:
-            return f"the learner is at version {position.base_version}"
-        if self._history.versions[fragment] != version - 1:
-            return f"version {version - 1} is not committed here"
-        if position.included_step != covered_step:
-            return f"steps ({covered_step}, {position.included_step}] are not booked yet"
-        return ""
+        are_all_booked = position.included_step == covered_step
+        return are_all_booked and position.base_version == self._history.versions[fragment] == version - 1
 
     def _decline_reason(self, fragment: int) -> str:
         """Return why the learner will not contribute to this ballot at all; empty if it will, perhaps later."""

@@ -130,7 +130,7 @@ def read_initial(path: Path, manifest: Manifest) -> list[F32]:
             for piece, theta in places[name]:
                 theta[piece.offset : piece.offset + piece.size] = flat[piece.value_start : piece.value_stop]
         for name, copies in extras.items():
-            if not any(_is_equal(tensors[name], tensors[copy]) for copy in copies):
+            if not any(np.array_equal(tensors[name].read(), tensors[copy].read()) for copy in copies):
                 raise ConfigError(_stranger(path, name, tensors, shapes))
     except (OSError, ValueError) as error:
         raise ConfigError(f"run.init: {path} can't be read ({error}): copy it anew") from error
@@ -289,10 +289,6 @@ def _stranger(path: Path, name: str, tensors: Mapping[str, object], shapes: Mapp
         f"run.init: {path}: tensor {escaped(name[:_SHOWN_MAX])} is not in {where}; tensors there: {len(tensors)}, in "
         f"the run's model: {len(shapes)}. {remedy}"
     )
-
-
-def _is_equal(tensor: StoredTensor, twin: StoredTensor) -> bool:
-    return np.array_equal(tensor.read(), twin.read())
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

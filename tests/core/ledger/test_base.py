@@ -185,7 +185,7 @@ def test_a_follower_installs_a_base_once_and_acknowledges_when_it_has_the_states
     assert writes == [PersistLedger(1, 1, "", 1, (), base_at(10))]
     assert core.take_base() == base_at(10)
     assert core.take_base() is None
-    assert (core.last_index, core.cluster_commit_index, core.is_base_lacking) == (10, 10, True)
+    assert (core.last_index, core.cluster_commit_index) == (10, 10)
     write_all(core, effects)
     effects = core.handle(MessageArrived("b", append_entries(ENTRIES, 11, 14, term=1, sequence=2, commit=12)), now_ns=0)
     answers = [message for _, message in sends([*effects, *write_all(core, effects)])]

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco_node.core.bounds import FLOAT32_MAX
 from diloco_node.core.merge import weights as weighing
-from diloco_node.core.merge.weights import FLOAT32_MAX, _share_limit, cycles, refusal, share, to_float32, weight
+from diloco_node.core.merge.weights import _share_limit, cycles, refusal, share, to_float32, weight
 from diloco_node.core.types import Contribution, MergeRule, RunSettings
 from diloco_node.errors import PayloadCorrupt
 

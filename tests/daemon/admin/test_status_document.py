@@ -47,7 +47,6 @@ def view_of(fragments: int = 2, **changes: Any) -> RegionView:
         "last_index": 12,
         "commit_index": 11,
         "applied_index": 10,
-        "committed_versions": (3,) * fragments,
         "versions": (3,) * fragments,
         "digests": tuple((3, bytes([value % 256]) * 16) for value in range(fragments)),
         "learner": learner,

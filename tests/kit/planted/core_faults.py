@@ -65,7 +65,7 @@ def _contribute_too_early(core: Any) -> None:
         keep_stripe(replace(event, contribution=replace(event.contribution, base_version=base_version)))
 
     view.participant(core).stripe_arrived = keep_any_stripe  # type: ignore[method-assign]
-    view.participant(core)._snapshot_hindrance = lambda fragment, version: ""  # type: ignore[method-assign]
+    view.participant(core)._may_contribute = lambda fragment, version: True  # type: ignore[method-assign]
     view.rounds(core)._answers.merge_fault = lambda contribution, version: ""  # type: ignore[method-assign]
 
 
