@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -257,10 +257,10 @@ class Diloco:
             session.run_clock.stepped()
             self._losses.offer(loss, grad_norm)
             self._losses.check(session.run_clock.global_step, session.warn)
-        assert self._boundaries is not None
-        assert self._watch is not None
-        self.tokens += self._crossed(self._boundaries.cross_step(tokens, self._watch.check)).tokens
-        self._watch.note_writes(self._boundaries.fragments.applied)
+        assert self._boundaries is not None and self._watch is not None  # noqa: PT018 - no test
+        with self._boundaries.whole():
+            self.tokens += self._crossed(self._boundaries.cross_step(tokens, self._watch.check)).tokens
+            self._watch.note_writes(self._boundaries.fragments.applied)
         if session is not None and session.is_report_due(started_ns):
             self._report(session)
 
@@ -314,7 +314,7 @@ class Diloco:
         if self._session is not None and self.steps and not self._is_closed:
             self._report(self._session)
 
-    def global_state_dict(self) -> dict[str, Tensor]:
+    def global_state_dict(self) -> dict[str, Any]:
         """The model's `state_dict()` with the global parameters as last applied: for evaluation. Copies on the CPU.
 
         Names are those of the model without DistributedDataParallel, torch.compile and activation checkpointing,
@@ -330,7 +330,7 @@ class Diloco:
         self._checkpoints.give(state)
         return state
 
-    def own_state_dict(self) -> dict[str, Tensor]:
+    def own_state_dict(self) -> dict[str, Any]:
         """The model's `state_dict()` with what this region came to by itself: to compare with the global parameters.
 
         Once the run's last merges have begun, those from just before: what they leave is the global parameters plus a

@@ -57,6 +57,8 @@ class AutoStep:
         found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf):
             return
+        if not tokens and not any(float(group["lr"]) for group in self.optimizer.param_groups):
+            return  # get_optimizer_state_dict() of torch.distributed.checkpoint makes the states by such a step
         if not tokens:
             raise LearnerError(
                 "the optimizer made a step, but the model that was attached was not called: attach the module that "

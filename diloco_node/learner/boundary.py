@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from diloco_node.errors import LearnerError
 from diloco_node.learner.checkpoint import TrainingProgress
 from diloco_node.learner.checkpointing import Checkpointing
 from diloco_node.learner.daemon_session import NOTE_EVERY_S, WAIT_SLICE_S, LearnerSession
@@ -54,7 +56,8 @@ class StepBoundaries:
 
     Attributes:
         session: with the daemon, on rank 0. terminate: whether this process was asked to stop.
-        wish: of this rank's script, for the end of the run.
+        wish: of this rank's script, for the end of the run. is_crossing: set from where a step's boundary begins to its
+            end, and for ever where it had none.
     """
 
     ranks: Ranks
@@ -63,6 +66,19 @@ class StepBoundaries:
     checkpoints: Checkpointing
     terminate: TerminateFlag
     wish: EndWish = field(default_factory=EndWish)
+    is_crossing: threading.Event = field(default_factory=threading.Event)
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Run the block to its end. Raises LearnerError: the one before did not come to its end."""
+        if self.is_crossing.is_set():
+            raise LearnerError(
+                "the step() before this one did not come to its end: it raised, was interrupted, or is in another "
+                "thread. The model may hold a part of a merge: call close(), and attach() again"
+            )
+        self.is_crossing.set()
+        yield
+        self.is_crossing.clear()
 
     def cross(self, tokens: int, look: Look | None = None) -> Boundary:
         """Carry out what the ranks agree on, and return it. Without `look` no step was made: versions are taken.

@@ -196,6 +196,10 @@ class Checkpoint:
                 if name in self.stateful:
                     state = unflatten(self.stateful[name], self.tensors)
                     component.load_state_dict(place_schedule(component, state))
+            if news := sorted(stateful.keys() - self.stateful.keys()):
+                spares = sorted(self.stateful.keys() - stateful.keys())
+                hint = f"; it has {', '.join(map(repr, spares))}, which attach() was not given" if spares else ""
+                log.warning("the checkpoint has no %s: begun anew%s", ", ".join(map(repr, news)), hint)
             if rng:  # last, for what was restored may have drawn
                 restore_generators(unflatten(self.generators, self.tensors))
         except (ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:

@@ -238,7 +238,7 @@ class Checkpointing:
         if self._loop_state is not None:
             self._loop_state.look(self._writer.copies)
 
-    def give(self, state: Mapping[str, torch.Tensor]) -> None:
+    def give(self, state: Mapping[str, object]) -> None:
         """Note that the loop has been given the merged model, to evaluate it."""
         if self._loop_state is not None:
             self._loop_state.give(state)

@@ -12,6 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from diloco_node.learner.private_hooks import PrivateHook, private_hooks
+
 TOKEN_NAMES: Final = ("input_ids", "tokens", "inputs_embeds")
 """How a batch calls what it is counted by; the first of them that is there."""
 
@@ -70,9 +72,11 @@ class ForwardWatch:
     def __init__(self, model: nn.Module) -> None:
         self._tokens = 0
         self._loss: Tensor | None = None
+        for kind in ("_forward_pre_hooks", "_forward_hooks"):
+            private_hooks(model, kind)
         self._handles = [
-            model.register_forward_pre_hook(self._note_shapes, with_kwargs=True),
-            model.register_forward_hook(self._returned),
+            model.register_forward_pre_hook(PrivateHook(self._note_shapes), with_kwargs=True),
+            model.register_forward_hook(PrivateHook(self._returned)),
         ]
 
     def take(self) -> tuple[int, Tensor | None]:

@@ -91,6 +91,8 @@ def as_stateful(name: str, component: object) -> Any:
 
     Raises LearnerError: it can't be kept.
     """
+    if isinstance(component, random.SystemRandom):
+        raise LearnerError(f"attach(stateful={{{name!r}: ...}}): a SystemRandom has no state to keep: leave it out")
     if isinstance(component, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
         return KeptGenerator(component)
     if not all(callable(getattr(component, method, None)) for method in ("state_dict", "load_state_dict")):

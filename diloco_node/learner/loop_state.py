@@ -142,14 +142,15 @@ class LoopState:
                 "object, attach(stateful={name: object}); to merge buffers, attach(buffers=[pattern])"
             )
 
-    def give(self, state: Mapping[str, Tensor]) -> None:
+    def give(self, state: Mapping[str, Any]) -> None:
         """Note what `global_state_dict()` has returned."""
-        self._gifts = [*map(ref, state.values())]
-        self._copy = {(name, None): sample_of(tensor) for name, tensor in state.items() if _is_plain(tensor)}
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        self._gifts = [*map(ref, tensors.values())]
+        self._copy = {(name, None): sample_of(tensor) for name, tensor in tensors.items() if _is_plain(tensor)}
         for values in map(_values_of, self._modules):
             for (name, box), _ in _pieces(values):
-                if box is not None and name in state:
-                    self._copy[name, box] = sample_of(state[name][box.slices])
+                if box is not None and name in tensors:
+                    self._copy[name, box] = sample_of(tensors[name][box.slices])
 
     def _new(self, names: Iterable[str]) -> list[str]:
         return [name for name in dict.fromkeys(names) if name not in self._told]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, nn
@@ -15,8 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.names import plain_name, replicas_in
-from diloco_node.learner.layouts.tensors import ModelTensors
+from diloco_node.learner.layouts.tensors import ModelTensors, memory_of
 from diloco_node.learner.local_fragments import LearnerFragments
+from diloco_node.learner.private_hooks import PrivateHook, private_hooks
 from diloco_node.learner.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -27,9 +28,6 @@ log = logging.getLogger("diloco_node.learner")
 _READERS: Final[set[int]] = set()
 """Threads that read a learner's state now."""
 
-_SILENT: Final = partial(sys.audit, "diloco_node.state_dict")
-"""A hook that does nothing, of Python's own."""
-
 
 def model_state(
     tensors: ModelTensors,
@@ -37,7 +35,7 @@ def model_state(
     fragments: LearnerFragments | None,
     vectors_of: Callable[[LearnerFragments], list[Tensor]],
     session: LearnerSession | None = None,
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Return the state with these vectors as parameters, as copies on the CPU; {} on ranks other than 0.
 
     Where ranks hold parts of the model, all of them call it.
@@ -91,8 +89,9 @@ class SavedStates:
     here.
 
     The region's own weights, which is told once. After `merge` it is the merged ones on rank 0, also of modules below
-    wrappers and of a model of Hugging Face inside: scripts save these by themselves. For a model in parts all ranks
-    would have to call it together, so there it is as ever.
+    wrappers and of a model of Hugging Face inside: scripts save these by themselves. A tensor in a state is known by
+    its memory, whatever it is called. For a model in parts all ranks would have to call it together, so there it is as
+    ever.
 
     Attributes:
         is_over: the model holds the run's result.
@@ -110,8 +109,6 @@ class SavedStates:
         # Whether a script has a state with merged parameters, which it may load again.
         self._has_merged_state = False
         self._texts: set[str] = set()
-        # By the module's address.
-        self._hooks: dict[int, StateHook] = {}
         self._handles: list[RemovableHandle] = []
 
     def begin(self, fragments: LearnerFragments, session: LearnerSession | None) -> None:
@@ -127,71 +124,86 @@ class SavedStates:
             return
         self._is_merging = True
         self._follow(module, tensors, fragments)
-        if id(module) not in self._hooks:
+        if self._hook_of(module) is None:
             self.tell("save_merged() of a module that has none of the run's parameters changes nothing")
         for member in {module, tensors.model}:
-            handle = member.register_load_state_dict_post_hook(_LoadHook(self))  # type: ignore[no-untyped-call]
+            private_hooks(member, "_load_state_dict_post_hooks")
+            handle = member.register_load_state_dict_post_hook(PrivateHook(self._note_load))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
     def leave(self) -> None:
-        """Let go of the modules, as they were."""
+        """Let go of the modules."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._hooks.clear()
         self._fragments = self._session = self._tensors = None
+
+    def _hook_of(self, module: nn.Module) -> StateHook | None:
+        hooks = private_hooks(module, "_state_dict_hooks").values()
+        return next((hook for hook in hooks if isinstance(hook, StateHook)), None)
 
     def _follow(self, module: nn.Module, tensors: ModelTensors, fragments: LearnerFragments) -> None:
         """Hook the module, and what of it is saved by itself; a part of it is only told of."""
-        run_names = {id(tensor): name for name, tensor in tensors.followed.items()}
+        run_ids = {*map(id, tensors.followed.values())}
         replicas = replicas_in(module)
         for path, member in module.named_modules():
             is_saved = not plain_name(path and f"{path}.", replicas) or hasattr(member, "save_pretrained")
             if not is_saved and not fragments.shards.is_first_whole:
                 continue
-            member_replicas = replicas_in(member) if replicas else ()
-            values = *member.named_parameters(remove_duplicate=False), *member.named_buffers(remove_duplicate=False)
-            names = {
-                plain_name(name, member_replicas): run_names[id(value)]
-                for name, value in values
-                if id(value) in run_names
-            }
-            if not names:
+            if run_ids.isdisjoint(map(id, _values_of(member))):
                 continue
-            hook = self._hooks.get(id(member))
+            hook = self._hook_of(member)
             if hook is None:
-                hook = self._hooks[id(member)] = StateHook(self, names, member_replicas, is_inner=bool(path))
-                self._handles.append(member.register_state_dict_post_hook(hook))
+                hook = StateHook(self, is_inner=bool(path))
+                handle = member.register_state_dict_post_hook(hook)
+                # Before those of the script: what they make of a state is of the merged parameters, too.
+                private_hooks(member, "_state_dict_hooks").move_to_end(handle.id, last=False)
+                self._handles.append(handle)
             hook.is_merged |= self._is_merging and is_saved
 
-    def follow(self, hook: StateHook, owner: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Set the merged parameters in the state of a module, or tell whose weights it holds."""
+    def follow(self, hook: StateHook, owner: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        """Set the merged parameters in the state of a module, or tell whose weights it holds; as torch calls a hook."""
         fragments, tensors = self._fragments, self._tensors
-        if fragments is None or tensors is None or is_unnoticed():
+        if fragments is None or tensors is None or is_unnoticed() or (hook.is_inner and prefix):
             return
-        own_names = {
-            name: plain_name(name.removeprefix(prefix), hook.replicas) for name in state if name.startswith(prefix)
-        }
-        names = {name: hook.names[plain] for name, plain in own_names.items() if plain in hook.names}
-        is_merged = hook.is_merged and self._ranks.is_first
-        if names and is_merged:
+        if not (hook.is_merged and self._ranks.is_first):
+            self.tell(_ELSEWHERE if hook.is_merged else _OF_PART if self._is_merging else _OWN)
+            return
+        entries = {key: value for key, value in state.items() if key.startswith(prefix) and isinstance(value, Tensor)}
+        names = tensors.run_names(entries)
+        if any(entries[key] is tensors.followed[name] for key, name in names.items()):
+            return self.tell("state_dict(keep_vars=True) holds this region's own parameters: to save, leave it out")
+        if names:
             with _reading(self._session):
                 full = tensors.full_state(fragments.manifest, fragments.global_vectors(), {})
-            state.update({name: full[run_name] for name, run_name in names.items()})
+            state.update({key: full[name] for key, name in names.items()})
         if self.is_over:
             return
-        self._has_merged_state |= is_merged
-        if not is_merged:
-            self.tell(_ELSEWHERE if hook.is_merged else _OF_PART if self._is_merging else _OWN)
-        elif not names:  # of adapters that were unloaded
-            self.tell("state_dict() has none of the merged parameters, by name: it holds this region's own weights")
+        self._has_merged_state = True
+        own_values = {id(value): value for value in _values_of(owner)}
+        places = {*map(memory_of, own_values.values())}
+        run_names = {name for name, tensor in tensors.followed.items() if id(tensor) in own_values}
+        absent = sorted(run_names - {*names.values()})
+        strays = [key for key, value in entries.items() if memory_of(value) not in places]
+        if not names:  # of adapters that were unloaded
+            self.tell("state_dict() has none of the merged parameters: it holds this region's own weights")
+        elif absent and strays:
+            self.tell(
+                f"state_dict() has {strays[0]!r}, which a hook of the script makes of this region's own weights, and "
+                f"not {absent[0]!r}: hook the module that save_merged() is given, or save global_state_dict()"
+            )
         elif any(getattr(module, "merged", False) is True for module in owner.modules()):
             self.tell("state_dict() of merged adapters: the weights below them hold this region's own adapters")
 
-    def note_load(self) -> None:
+    def _note_load(self, *_: object) -> None:
         """A state was loaded into the model in mid-run."""
         if self._has_merged_state and not self.is_over and self._fragments is not None:
             self.tell(_LOADED)
+
+    def tell_copy(self, *_: object) -> None:
+        """Tell of a copy of the model that is saved."""
+        if not is_unnoticed():
+            self.tell(_OF_COPY)
 
     def tell(self, text: str) -> None:
         """Tell once whose weights are saved."""
@@ -222,67 +234,37 @@ _LOADED: Final = (
 )
 
 
-class StateHook:
+def _values_of(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(), module.buffers())
+
+
+class StateHook(PrivateHook):
     """Has SavedStates follow a module's `state_dict()`.
 
-    names: of merged parameters and buffers in the module, without wrappers, each with its name in the run. replicas: as
-    `plain_name` takes them. is_inner: a module around it that is followed as well covers it. is_merged: its states are
-    to be.
+    is_inner: a module around it that is followed as well covers it. is_merged: its states are to be.
     """
 
-    def __init__(
-        self, states: SavedStates, names: Mapping[str, str], replicas: tuple[str, ...], *, is_inner: bool
-    ) -> None:
-        self.names, self.replicas, self.is_inner, self.is_merged = names, replicas, is_inner, False
-        self._states = states
+    def __init__(self, states: SavedStates, *, is_inner: bool) -> None:
+        super().__init__(partial(states.follow, self))
+        self._states, self.is_inner, self.is_merged = states, is_inner, False
 
-    def __call__(self, owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
-        """As torch calls it."""
-        if not (self.is_inner and prefix):
-            self._states.follow(self, owner, state, prefix)
+    def copied(self) -> PrivateHook | None:
+        """Return what tells of the copy when it is saved; it may be that of a result."""
+        return None if self._states.is_over else _CopyHook(self._states.tell_copy)
 
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        """Tell of the copy when it is saved; it may be that of a result."""
-        return _SILENT if self._states.is_over else _CopyHook(self._states)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Stay here, when the module is saved as a whole: who loads it may not have this package."""
+    def pickled(self) -> None:
+        """Tell of it."""
         if not self._states.is_over:
             self._states.tell(
                 "the model is pickled with this region's own weights: in a file, save global_state_dict() instead"
             )
-        return partial, (_SILENT.func, *_SILENT.args)
 
 
-class _CopyHook:
+class _CopyHook(PrivateHook):
     """Tells whose weights a copy of the model holds, when it is saved."""
 
-    def __init__(self, states: SavedStates) -> None:
-        self._states = states
-
-    def __call__(self, *_: object) -> None:
-        if not is_unnoticed():
-            self._states.tell(_OF_COPY)
-
-    def __deepcopy__(self, memo: object) -> _CopyHook:
+    def copied(self) -> _CopyHook:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def pickled(self) -> None:
         self()
-        return partial, (_SILENT.func, *_SILENT.args)
-
-
-class _LoadHook:
-    """Hears of loads into the model; not into its copies."""
-
-    def __init__(self, states: SavedStates) -> None:
-        self._states = states
-
-    def __call__(self, *_: object) -> None:
-        self._states.note_load()
-
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return _SILENT
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (_SILENT.func, *_SILENT.args)

@@ -351,7 +351,7 @@ class ModelWatch:
         """
         samples, self._written = self._written, []
         pairs = [(sample_of(tensor), sample) for tensor, sample in zip(self._weights, samples, strict=True)]
-        counts = [(value != sample).sum() for value, sample in pairs]
+        counts = [(new != old).sum() * ~(torch.dist(new, old) <= NOISE * old.norm()) for new, old in pairs]
         self._differing = [n * ~is_clamped(sample, value) for n, (value, sample) in zip(counts, pairs, strict=True)]
         count = stack(self._differing).sum()
         if not is_trained:
@@ -441,7 +441,7 @@ class ModelWatch:
                 "weights were loaded, or mixed with a copy (averages, Lookahead), and would be merged as if they had "
                 f"been trained. {REMEDY}"
             )
-        if not self._has_warned and not (may_be_restored and change == 0.0):
+        if not self._has_warned and not (may_be_restored and change <= NOISE):
             self._has_warned = True
             check_apart(self._tensors.followed)  # one that was tied by `.data` since
             self._warn(

@@ -128,6 +128,8 @@ class OptimizerRecord:
             for key, state in optimizer.state.get(tensor, {}).items():
                 if not isinstance(state, Tensor) or state.shape != tensor.shape or state in merge_tensors:
                     continue
+                if key == "ax" and isinstance(optimizer, torch.optim.ASGD):  # an average that it never steps from
+                    continue
                 values = local_part(state)
                 is_apart = values.data_ptr() != local_part(tensor).data_ptr()
                 if state.is_floating_point() and values.numel() >= COPY_VALUES_MIN and is_apart:

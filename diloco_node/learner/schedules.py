@@ -152,6 +152,8 @@ def place_schedule(schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
         return state | {"base_lrs": own.get("base_lrs", state.get("base_lrs"))}
     position = own | {key: value for key, value in state.items() if key in POSITIONS}
     members, states = getattr(schedule, "_schedulers", ()), state.get("_schedulers", ())
+    if len(members) != len(states):
+        raise ValueError(f"a {type(schedule).__name__} of {len(states)} schedules was kept, here it has {len(members)}")
     if members:
         position["_schedulers"] = [
             place_schedule(member, member_state) for member, member_state in zip(members, states, strict=True)

@@ -114,7 +114,7 @@ def check_not_replaced(tensors: ModelTensors) -> None:
         if name not in present and (alias := next((key for key, known in present.items() if known is tensor), "")):
             raise LearnerError(
                 f"parameter {name!r} is called {alias!r} since attach(): a parametrization, pruning or an adapter was "
-                f"put on its layer, which computes something else with it in this region. {REMEDY}"
+                f"put on its layer or taken off, which computes something else with it in this region. {REMEDY}"
             )
         raise LearnerError(
             f"parameter {name!r} is {'another tensor than' if name in present else 'not in the model any more as'} at "
@@ -124,17 +124,22 @@ def check_not_replaced(tensors: ModelTensors) -> None:
 
 
 def check_apart(tensors: Mapping[str, Tensor]) -> None:
-    """Raise LearnerError: two tensors have the same memory, so a version of each would be written over the other."""
-    names: dict[tuple[torch.device, int], str] = {}
-    for name, tensor in tensors.items():
-        values = local_part(tensor)
-        first = names.setdefault((values.device, values.data_ptr()), name) if values.numel() else name
-        if first != name:
+    """Raise LearnerError: two tensors have values in the same memory, so a version of each would overwrite the other's.
+
+    Views that take turns, such as columns of one matrix, are seen only where they begin at the same place.
+    """
+    ends: dict[torch.device, tuple[int, str]] = {}
+    places = [(name, values) for name, tensor in tensors.items() if (values := local_part(tensor)).numel()]
+    for name, values in sorted(places, key=lambda entry: _PLACE(entry[1])):
+        end, twin = ends.get(values.device, (0, ""))
+        if _PLACE(values) < end:
             raise LearnerError(
-                f"{name!r} and {first!r} are two parameters with the same memory, as `a.weight.data = b.weight.data` "
-                "makes them: each merge of one would change the other. Tie them as one, `a.weight = b.weight`, before "
-                "the optimizer is made"
+                f"{name!r} and {twin!r} are two parameters with the same memory, as `a.weight.data = b.weight.data` "
+                "or nn.Parameter(b.weight[1:]) makes them: each merge of one would change the other. Tie them as one, "
+                "`a.weight = b.weight`, or clone one, before the optimizer is made"
             )
+        count = values.numel() if values.is_contiguous() else 1
+        ends[values.device] = max((end, twin), (_PLACE(values) + count * values.element_size(), name))
 
 
 def sample_of(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 import diloco_node
 from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
+from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.process_signals import LearnerPlace
 from diloco_node.storage.trained import read_trained
 from diloco_node.wire.learner_link import (
@@ -250,3 +251,29 @@ def test_what_a_loop_does_while_it_evaluates_in_inference_mode_is_usable_outside
         with torch.inference_mode():
             diloco.close()
     assert not any(parameter.is_inference() for parameter in toy.model.parameters())
+
+
+@pytest.mark.no_device("there another thread writes versions")
+def test_a_step_that_ctrl_c_has_cut_short_is_the_last_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, whose next cell goes on with the same object."""
+    toy = Toy()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with FakeDaemon(folder) as daemon:
+        diloco = diloco_node.attach(toy.model, toy.optimizer)
+        toy.step(diloco)
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelTensors, "shift", interrupt)
+            daemon.commit(0, daemon.theta[0] + 1, -1)
+            with pytest.raises(KeyboardInterrupt):
+                toy.steps_until(diloco, daemon, OfferApplied, 3)
+        with pytest.raises(
+            LearnerError, match=r"the step\(\) before this one did not come to its end.*attach\(\) again"
+        ):
+            toy.step(diloco)
+        diloco.close()
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            toy.step(diloco)
+            assert diloco.versions == (1, 0)

@@ -16,6 +16,7 @@ from torch import nn
 
 import diloco_node
 from diloco_node.errors import LearnerError
+from diloco_node.learner.attach import Diloco
 from diloco_node.wire.learner_link import (
     Done,
     Failed,
@@ -88,9 +89,10 @@ def test_a_copy_of_a_model_whose_saves_are_merged_saves_itself(folder: Path) -> 
 def pickled(model: nn.Module) -> dict[str, torch.Tensor]:
     file = io.BytesIO()
     torch.save(model, file)
-    assert b"diloco_node.learner" not in file.getvalue(), "who loads it may not have this package"
     file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
+    # Who loads it may not have this package, and lets pass what the model is made of.
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, Pretrained, set]):
+        loaded: nn.Module = torch.load(file, weights_only=True)
     return loaded.state_dict()
 
 
@@ -186,6 +188,129 @@ def test_a_parameter_is_known_by_itself_and_not_by_its_name(folder: Path, caplog
         diloco.save_merged(teacher)
         assert "save_merged() of a module that has none of the run's parameters changes nothing" in caplog.text
         assert torch.equal(teacher.state_dict()["conv.weight"], teacher.conv.weight)
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 5), nn.Linear(5, 5))
+
+    def merged_in(self, daemon: FakeDaemon, diloco: Diloco) -> dict[str, torch.Tensor]:
+        """Have this region's weights and the merged ones differ in all values; return those."""
+        for fragment, theta in enumerate(daemon.theta):
+            daemon.commit(fragment, theta + 1, -1)
+        diloco.settle(0.2)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(7.0)
+        return diloco.global_state_dict()
+
+
+def rename(_module: object, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+    state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
+
+
+def transpose(_module: object, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+    state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+
+
+def transpose_below(_module: object, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+    transpose(_module, state, f"{prefix}1.", _metadata)
+
+
+def test_tensors_that_hooks_of_a_script_rename_are_merged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = Net()
+    net[1].register_state_dict_post_hook(rename)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(net, torch.optim.SGD(net.parameters())) as diloco:
+        merged = net.merged_in(daemon, diloco)
+        diloco.save_merged(net)
+        state = net.state_dict()
+        assert set(state) == {"0.weight", "0.bias", "1.kernel", "1.bias"}
+        assert all(torch.equal(value, merged[name.replace("kernel", "weight")]) for name, value in state.items())
+        assert "own weights" not in caplog.text
+
+
+def test_what_a_hook_makes_of_the_whole_state_is_of_the_merged_one_and_of_a_layer_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Net()
+    net.register_state_dict_post_hook(transpose_below)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(net, torch.optim.SGD(net.parameters())) as diloco:
+        merged = net.merged_in(daemon, diloco)
+        diloco.save_merged(net)
+        assert torch.equal(net.state_dict()["1.weight"], merged["1.weight"].t())
+        assert "own weights" not in caplog.text
+        net[1].register_state_dict_post_hook(transpose)
+        assert torch.equal(net.state_dict()["0.weight"], merged["0.weight"])
+        assert "state_dict() has '1.weight', which a hook of the script makes of this region's own" in caplog.text
+
+
+@pytest.mark.no_device("its rank is of the CPU")
+def test_a_part_that_is_wrapped_after_save_merged_is_merged(folder: Path) -> None:
+    net = Net()
+    with FakeDaemon(folder) as daemon, diloco_node.attach(net, torch.optim.SGD(net.parameters())) as diloco:
+        merged = net.merged_in(daemon, diloco)
+        diloco.save_merged(net)
+        net[1] = nn.DataParallel(net[1])
+        state = net.state_dict()
+        assert set(state) == {"0.weight", "0.bias", "1.module.weight", "1.module.bias"}
+        assert all(torch.equal(value, merged[name.replace("module.", "")]) for name, value in state.items())
+
+
+def test_modules_around_the_model_that_come_and_go_are_merged_each(folder: Path) -> None:
+    """A new one may lie where one before it was."""
+    net = Net()
+    with FakeDaemon(folder) as daemon, diloco_node.attach(net, torch.optim.SGD(net.parameters())) as diloco:
+        merged = net.merged_in(daemon, diloco)
+        addresses = set()
+        for _ in range(20):
+            holder = Holder(net)
+            addresses.add(id(holder))
+            diloco.save_merged(holder)
+            assert torch.equal(holder.state_dict()["net.0.weight"], merged["0.weight"])
+            del holder
+        assert len(addresses) < 20
+
+
+def test_parameters_that_are_asked_for_themselves_are_the_models(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = Net()
+    with FakeDaemon(folder), diloco_node.attach(net, torch.optim.SGD(net.parameters())) as diloco:
+        diloco.save_merged(net)
+        state = net.state_dict(keep_vars=True)
+        assert all(state[name] is parameter for name, parameter in net.named_parameters())
+        assert "state_dict(keep_vars=True) holds this region's own parameters" in caplog.text
+
+
+@pytest.mark.no_device("torch.save of a model: the CPU build has no storages of a device")
+@pytest.mark.parametrize("step", ["call", "auto"])
+def test_a_pickled_model_holds_nothing_of_a_learner(folder: Path, step: Any) -> None:
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    with FakeDaemon(folder):
+        with diloco_node.attach(net, torch.optim.SGD(net.parameters()), step=step) as diloco:
+            diloco.save_merged(net)
+            for model in (net, copy.deepcopy(net), copy.deepcopy(copy.deepcopy(net))):
+                assert set(pickled(model)) == set(net.state_dict())
+        assert set(pickled(net)) == set(net.state_dict())
+
+
+def test_hooks_that_a_script_has_set_before_may_be_taken_away(folder: Path) -> None:
+    net, calls = Net(), []
+    handles = [
+        net.register_forward_hook(lambda *_: calls.append("forward")),
+        net.register_forward_pre_hook(lambda *_: calls.append("before")),
+        net.register_state_dict_post_hook(lambda *_: calls.append("state")),
+    ]
+    with FakeDaemon(folder), diloco_node.attach(net, torch.optim.SGD(net.parameters()), step="auto"):
+        net(torch.ones(1, 6))
+        net.state_dict()
+        assert calls == ["before", "forward", "state"]
+        for handle in handles:
+            handle.remove()
+        net(torch.ones(1, 6))
+        net.state_dict()
+    net.state_dict()
+    assert calls == ["before", "forward", "state"]
 
 
 def test_a_frozen_part_is_nobodys_own_and_any_other_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import diloco_node
 from diloco_node.errors import LearnerError
@@ -110,6 +111,19 @@ def test_another_optimizer_whose_steps_nobody_would_count_is_refused(folder: Pat
             LearnerError, match=r"AdamW makes a step, and attach\(step=\"auto\"\) counts those of another"
         ):
             train(model, second)
+
+
+def test_a_step_that_a_library_makes_to_have_the_states_is_none(folder: Path) -> None:
+    """Distributed checkpoints make one at a rate of zero, where an optimizer has no state yet."""
+    model = Language()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer, step="auto") as diloco:
+        assert get_optimizer_state_dict(model, optimizer)["state"]
+        assert diloco.steps == 0
+        train(model, optimizer)
+        assert (diloco.steps, diloco.tokens) == (1, 15)
+        with pytest.raises(LearnerError, match="made a step, but the model that was attached was not called"):
+            optimizer.step()
 
 
 @pytest.mark.no_device("the loss comes later there: test_loss.py")

@@ -232,6 +232,18 @@ def test_state_that_can_not_be_kept_is_named(tmp_path: Path) -> None:
         CheckpointWriter(tmp_path).save(progress(1), None, {"data": Odd()})
 
 
+def test_a_part_that_has_another_name_than_before_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = CheckpointWriter(tmp_path)
+    writer.save(progress(1), None, {"data": Data(), "schedule": Data()}, is_waiting=True)
+    writer.wait()
+    kept = read_newest(tmp_path, DIGEST)
+    assert kept is not None
+    kept.restore(None, {"data": Data()}, rng=False)
+    assert "begun anew" not in caplog.text
+    kept.restore(None, {"data": Data(), "scheduler": Data()}, rng=False)
+    assert "has no 'scheduler': begun anew; it has 'schedule', which attach() was not given" in caplog.text
+
+
 def test_another_optimizer_is_a_clear_error(tmp_path: Path) -> None:
     _, optimizer = trained(torch.optim.AdamW, 1)
     writer = CheckpointWriter(tmp_path)

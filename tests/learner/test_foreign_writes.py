@@ -160,3 +160,21 @@ def test_a_clamp_before_the_first_step_is_told_and_no_load(folder: Path) -> None
         train(model, optimizer, diloco, 2)
         assert "'0.weight' was written to by something else" in daemon.wait_for(Warned).text
         assert diloco.steps == 2
+
+
+def test_a_climb_that_the_loop_takes_back_by_arithmetic_is_no_load(folder: Path) -> None:
+    """As sharpness-aware loops make it: what is left of it is rounding, from the first step on."""
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            with torch.no_grad():
+                ways = [0.05 * (parameter.grad + 1.0) for parameter in model.parameters()]  # type: ignore[operator]
+                for sign in (1, -1):
+                    for parameter, way in zip(model.parameters(), ways, strict=True):
+                        parameter.add_(way, alpha=sign)
+            train(model, optimizer, diloco)
+        assert diloco.steps == 4
+        assert not [message for message in daemon.said if isinstance(message, Warned)]

@@ -88,6 +88,8 @@ def test_a_generator_of_the_scripts_own_goes_on_when_it_is_given(
 def test_what_can_not_be_kept_is_refused_at_attach(folder: Path) -> None:
     with pytest.raises(LearnerError, match=r"'rows'.*a list has no state_dict\(\)"):
         diloco_node.attach(plain(), stateful={"rows": [1, 2]})  # type: ignore[dict-item]
+    with pytest.raises(LearnerError, match=r"'draw'.*a SystemRandom has no state to keep: leave it out"):
+        diloco_node.attach(plain(), stateful={"draw": random.SystemRandom()})  # type: ignore[dict-item]
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------

@@ -82,6 +82,22 @@ def test_parameters_of_one_memory_are_refused() -> None:
     assert len(ModelTensors(model).specs) == 2
 
 
+def test_parameters_that_share_some_rows_are_refused_and_columns_of_one_matrix_are_not(folder: Path) -> None:
+    model = net()
+    whole = torch.randn(9, 8)
+    model[1].weight = nn.Parameter(whole[1:])
+    model[2].weight = nn.Parameter(whole[:2])
+    with pytest.raises(LearnerError, match=r"'1\.weight' and '2\.weight' are two parameters with the same memory"):
+        diloco_node.attach(model, make(model))
+    columns = torch.randn(8, 14)
+    model[0].weight = nn.Parameter(columns[:, :6])
+    model[1].weight = nn.Parameter(columns[:, 6:])
+    optimizer = make(model)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, 2)
+        assert diloco.steps == 2
+
+
 def test_a_second_optimizer_that_attach_was_not_given_is_named(folder: Path) -> None:
     model = net()
     first, second = torch.optim.AdamW(model[:2].parameters()), torch.optim.AdamW(model[2].parameters())
@@ -263,6 +279,7 @@ def test_what_makes_any_optimizer_schedule_free_is_refused_and_so_is_what_it_wra
         lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, centered=True),
         lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
         lambda parameters: torch.optim.ASGD(parameters, lr=0.01),
+        lambda parameters: torch.optim.ASGD(parameters, lr=0.01, t0=3.0),
         lambda parameters: Anchored(parameters, lr=0.01),
         ByData,
         lambda parameters: SharpnessAware(parameters, is_pointing=False),

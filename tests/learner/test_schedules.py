@@ -383,6 +383,15 @@ def test_a_wrapped_schedule_is_the_scripts_too(tmp_path: Path) -> None:
     assert rates(new, new_schedule, 6) == pytest.approx(rates(untouched, SCHEDULES["cosine"](untouched), 12)[6:])
 
 
+def test_a_schedule_of_more_parts_than_before_is_named() -> None:
+    def build(count: int) -> lr_scheduler.ChainedScheduler:
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+        return lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(optimizer, 0.9) for _ in range(count)])
+
+    with pytest.raises(ValueError, match="a ChainedScheduler of 2 schedules was kept, here it has 3"):
+        place_schedule(build(3), build(2).state_dict())
+
+
 def test_what_is_no_schedule_gets_all_of_its_state() -> None:
     state = {"position": 3, "base_lrs": [1.0]}
     assert place_schedule(object(), state) == state

@@ -11,13 +11,14 @@ A DTensor (FSDP2, tensor parallelism) is the part of it that lies on this rank: 
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +90,16 @@ def local_part(tensor: Tensor) -> Tensor:
         return plain
     local: Tensor = plain.to_local()  # type: ignore[attr-defined]
     return local
+
+
+def memory_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return what a view of all of a tensor has in common with it, and no other tensor has; of a DTensor its id."""
+    try:
+        if tensor.numel() and not is_sharded(tensor):
+            return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    except RuntimeError:  # a sparse or lazy one has no such memory
+        pass
+    return (id(tensor),)
 
 
 class ModelTensors:
@@ -200,12 +211,9 @@ class ModelTensors:
     @property
     def names(self) -> dict[Tensor, str]:
         """The tensors that an optimizer may hold, parameters and masters, with their names in the manifest."""
-        names: dict[Tensor, str] = {}
-        for name, tensor in self._tracked.items():
-            names[tensor.parameter] = name
-            if tensor.master is not None:
-                names[tensor.master] = name
-        return names
+        entries = self._tracked.items()
+        pairs = [(tensor, name) for name, entry in entries for tensor in (entry.parameter, entry.master)]
+        return {tensor: name for tensor, name in pairs if tensor is not None}
 
     def check_known(self, all_bytes: Callable[[bytes], list[bytes]]) -> None:
         """Raise LearnerError: a pattern, rule or master fits nothing on any rank.
@@ -226,6 +234,15 @@ class ModelTensors:
         self.reshard()
         parameters = {name: tensor for tensor, names in names_of(self.model).items() for name in names}
         return buffers_of(self.model) | parameters
+
+    def run_names(self, state: Mapping[str, object]) -> dict[str, str]:
+        """Return the names of the merged tensors in a `state_dict()`, each with its name in the manifest.
+
+        They are known by their memory: hooks of a script may call them something else.
+        """
+        names = {memory_of(tensor.parameter): name for name, tensor in self._tracked.items()}
+        places = {key: memory_of(value) for key, value in state.items() if isinstance(value, Tensor)}
+        return {key: names[place] for key, place in places.items() if place in names}
 
     def read(self, local: LocalFragment, out: Tensor) -> None:
         """Copy the values.
@@ -303,37 +320,35 @@ class ModelTensors:
     def sample_gradients(self, local: LocalFragment) -> Tensor | None:
         """Return the gradients of the same values, zero where there is none (any more); None where there is not one."""
         parameters = [self._tracked[slab.piece.name].parameter for slab in local.slabs]
-        gradients = [None if parameter.grad is None else local_part(parameter.grad) for parameter in parameters]
-        if not any(gradient is not None for gradient in gradients):
+        if all(parameter.grad is None for parameter in parameters):
             return None
-        return joined(
-            [
-                torch.zeros_like(first_values(local_part(parameter), slab))
-                if gradient is None
-                else first_values(gradient, slab)
-                for parameter, gradient, slab in zip(parameters, gradients, local.slabs, strict=True)
-            ]
-        )
+        sources = [parameter if parameter.grad is None else parameter.grad for parameter in parameters]
+        samples = [first_values(local_part(source), slab) for source, slab in zip(sources, local.slabs, strict=True)]
+        rows = zip(parameters, samples, strict=True)
+        return joined([torch.zeros_like(values) if parameter.grad is None else values for parameter, values in rows])
 
-    def host_state(self, *, is_whole: bool, is_kept: bool) -> dict[str, Tensor]:
+    def host_state(self, *, is_whole: bool, is_kept: bool) -> dict[str, Any]:
         """The model's `state_dict()` in whole tensors on the CPU; copies. All ranks call it, where the model is cut.
 
-        is_whole: else without what is merged: buffers and frozen parameters are left. is_kept: here; else {} is
-        returned.
+        States that a script nests in it are left out. is_whole: else without what is merged: buffers and frozen
+        parameters are left. is_kept: here; else {} is returned.
         """
+        own_state = by_plain_name(self.model.state_dict(), self.model)
         merged_names = {name for names in self._names_of.values() if names[0] in self._tracked for name in names}
-        state: dict[str, Tensor] = {}
-        for name, value in by_plain_name(self.model.state_dict(), self.model).items():
-            if name in merged_names and not is_whole:
+        merged_names |= self.run_names(own_state).keys()
+        state: dict[str, Any] = {}
+        for name, value in own_state.items():
+            is_nested = isinstance(value, Mapping) and not name.endswith("_extra_state")
+            if is_nested or (name in merged_names and not is_whole):
                 continue
-            whole = value.detach()  # one at a time: a device that trains has no room for the whole model
-            if is_sharded(whole):
+            whole: Any = value.detach() if isinstance(value, Tensor) else copy.deepcopy(value)
+            if is_sharded(whole):  # one at a time: a device that trains has no room for the whole model
                 whole = whole.full_tensor()  # all ranks, also those that keep nothing
             if is_kept:
-                state[name] = whole.to("cpu", copy=True)
+                state[name] = whole.to("cpu", copy=True) if isinstance(whole, Tensor) else whole
         return state
 
-    def full_state(self, manifest: Manifest, vectors: list[Tensor], remainder: dict[str, Tensor]) -> dict[str, Tensor]:
+    def full_state(self, manifest: Manifest, vectors: list[Tensor], remainder: dict[str, Any]) -> dict[str, Any]:
         """The model's `state_dict()` with these values as the trainable parameters; on the CPU, parameter types.
 
         manifest, vectors: all fragments and their values, float32, CPU. remainder: of `host_state`, what is not merged.

@@ -441,6 +441,33 @@ def test_names_and_states_are_those_without_wrappers_at_every_level() -> None:
     assert {name for name, value in full.items() if value.eq(7.0).all()} == {spec.name for spec in tensors.specs}
 
 
+class Counted(nn.Linear):
+    """Gives more to its state than tensors, and its weight another name."""
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        return {"rows": torch.ones(2)}
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        assert state["rows"].sum() == 2
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        state = super().state_dict(*args, **kwargs)
+        return state | {"kernel": state.pop("weight"), "scale": 0.5, "parts": {"weight": self.weight.detach()}}
+
+
+def test_a_state_holds_what_a_script_puts_into_it_and_no_own_weights_beside_the_merged_ones() -> None:
+    tensors = ModelTensors(Counted(3, 2))
+    manifest = build_manifest(tensors.specs, 1)
+    remainder = tensors.host_state(is_whole=False, is_kept=True)
+    full = tensors.full_state(manifest, [torch.full((manifest.size,), 7.0)], remainder)
+    assert set(full) == {"weight", "bias", "_extra_state", "scale"}
+    assert full["scale"] == 0.5
+    assert full["weight"].eq(7.0).all()
+    assert full["bias"].eq(7.0).all()
+    nn.Linear.load_state_dict(model := Counted(3, 2), {name: full[name] for name in full.keys() - {"scale"}})
+    assert model.weight.eq(7.0).all()
+
+
 @pytest.mark.no_device("its mesh is of the CPU")
 def test_a_state_is_gathered_by_all_and_stays_with_those_that_want_it(
     mesh: Any, monkeypatch: pytest.MonkeyPatch
