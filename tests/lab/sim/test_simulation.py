@@ -101,11 +101,19 @@ SEEDS = {
     "asked-once": 27,
     "base-first": 77,
     "closed-steps": 27,
-    "forgotten-payload": 83,
+    "dead-incarnation": 47,
+    "eager-vote": 29,
+    "forgotten-booking": 41,
+    "forgotten-payload": 2,
     "half-blames": 6,
     "half-snapshot": 7,
+    "joiner-boasts": 13,
     "old-majority": 4,
-    "unmatched-commit": 7,
+    "open-changes": 10,
+    "removed-leader": 9,
+    "rows-again": 41,
+    "stale-base": 7,
+    "unheld-merges": 56,
 }
 
 CHEAT_SIGNS = {
