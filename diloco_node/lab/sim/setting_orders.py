@@ -15,7 +15,7 @@ from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.world import MS, World
 
-CHANCE: Final = 0.5
+CHANCE: Final = 0.25
 """Part of the seeds in which operators change settings."""
 
 GAP_EVENTS: Final = 700

@@ -64,7 +64,7 @@ JOINERS_CHANCE = 0.25
 SITES_CHANCE = 0.1
 """Part of the seeds that are of two regions and a witness."""
 
-SWARMS_CHANCE = 0.6
+SWARMS_CHANCE = 0.4
 """Part of the others that draw their own kinds of faults."""
 
 COMMITS_AFTER_HEALING = 2
