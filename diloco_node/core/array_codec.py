@@ -290,7 +290,7 @@ def whole_array(plain: list[Any], count: int) -> list[Any]:
 
 def items_check(item_check: Check, bound: Items, *, container: Any, make: Any) -> Check:
     """Return the check of an array, which is `container` before and `make(...)` after."""
-    most, is_set = bound.most, bound.is_set
+    most, is_set, whole = bound.most, bound.is_set, bound.of if isinstance(bound.of, Whole) else None
 
     def check(values: Any) -> Any:
         if type(values) is not container:
@@ -298,7 +298,7 @@ def items_check(item_check: Check, bound: Items, *, container: Any, make: Any) -
         if len(values) > most:
             raise OutOfBounds(f"{len(values)} items; the limit is {most}")
         try:
-            items = make(map(item_check, values))
+            items = make(values if whole is not None and _are_within(values, whole) else map(item_check, values))
         except OutOfBounds:
             raise _named((f"[{index}]" for index in count()), repeat(item_check), values) from None
         if is_set and len(set(items)) != len(items):
@@ -306,6 +306,11 @@ def items_check(item_check: Check, bound: Items, *, container: Any, make: Any) -
         return items
 
     return check
+
+
+def _are_within(values: Any, bound: Whole) -> bool:
+    """Whether all are plain integers within a bound: without a call for each, for rows of the data are many."""
+    return set(map(type, values)) == {int} and bound.lowest <= min(values) <= max(values) <= bound.highest
 
 
 def relations(names: list[str], bounds: list[Bound | None]) -> list[tuple[int, int, int]]:

@@ -82,7 +82,7 @@ def wait(small: Small, is_over: Callable[[], bool]) -> None:
 
 SUMS: dict[str, Callable[[Any], Any]] = {
     "flipped": np.negative,
-    "biased": lambda values: values + np.float32(np.sqrt(np.mean(np.square(values)))),
+    "biased": lambda values: np.float32(0.5) * (values + np.float32(np.sqrt(np.mean(np.square(values))))),
     "without the half": lambda values: np.where(np.arange(len(values)) % 2, values, np.float32(0)),
 }
 

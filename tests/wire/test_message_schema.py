@@ -208,6 +208,8 @@ def test_an_int_beyond_int64_is_refused_on_both_sides() -> None:
         ("many", 1, "expected an array"),
         ("many", [1, 2, "x"], ".many[2]: expected int"),
         ("many", [*range(1, 10), None], ".many[9]"),
+        ("many", [1, True], ".many[1]: expected int, got bool"),
+        ("many", [1, 2**63], ".many[1]: 2^63 is above 2^63 - 1"),
         ("span_stop", 7, ".span_stop: 7 with span_start 7"),
         ("rows", [[1.0], [2]], ".rows[1][0]: expected float"),
         ("points", [[1, 1.0], [2, 2]], ".points[1].y"),
@@ -323,6 +325,8 @@ def test_numpy_scalars_and_whole_numbers_become_plain_floats_and_ints() -> None:
     back = SCHEMA.decode(SCHEMA.encode(Reals((np.float32(0.1), np.float64(0.2), 3))))
     assert back == Reals((float(np.float32(0.1)), 0.2, 3.0))
     assert SCHEMA.decode(SCHEMA.encode(Small(np.int64(7), "x"))) == Small(7, "x")
+    mixed = dataclasses.replace(EXAMPLE, many=(1, np.int64(7)))
+    assert SCHEMA.decode(SCHEMA.encode(mixed)) == dataclasses.replace(EXAMPLE, many=(1, 7))
 
 
 def test_a_schema_refuses_hints_it_can_not_check() -> None:

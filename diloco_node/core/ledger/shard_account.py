@@ -88,15 +88,15 @@ class ShardAccount:
 
     def starts(self, region: str, incarnation: int, shards: tuple[int, ...]) -> tuple[int, ...]:
         """The position at which this life of a region's learner begins each of its shards; or WAITING."""
-        return tuple(self._start(region, incarnation, shard) for shard in shards)
-
-    def _start(self, region: str, incarnation: int, shard: int) -> int:
-        if (waits := self._waits.get(shard)) is not None and waits != {region}:
-            return WAITING
-        holder = self._holders.get(shard)
-        if holder is None:
-            return 0
-        return holder.start if (holder.learner, holder.incarnation) == (region, incarnation) else holder.stop
+        starts = dict.fromkeys(shards, 0)
+        for shard in starts.keys() & self._holders.keys():
+            holder = self._holders[shard]
+            is_own = (holder.learner, holder.incarnation) == (region, incarnation)
+            starts[shard] = holder.start if is_own else holder.stop
+        for shard in starts.keys() & self._waits.keys():
+            if self._waits[shard] != {region}:
+                starts[shard] = WAITING
+        return tuple(starts.values())
 
     def take(self, entry: Entry) -> None:
         """Take the next entry, before its contributions are taken."""

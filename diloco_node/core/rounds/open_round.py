@@ -60,7 +60,8 @@ class OpenRound:
         judged: what was known of the merged stripes when nothing was wrong with them.
         holders: regions that have the merged payload on disk, with its digest.
         merged_digests: per region the digests of the merged stripes that it claims to have.
-        draws: per region the nonce that it told. nonces: of the audit, once it is drawn.
+        draws: per region the nonce that it told. nonces, windows: of the audit, once it is drawn; without a window the
+            payload is not audited.
         projections: per member what it told of its contribution, in the windows of an audited payload.
         own_rows: by windows, this region's projections of all contributions. projecting: windows they are asked for in.
         question: the ballot before, if its norms did not add up.
@@ -92,6 +93,7 @@ class OpenRound:
     merged_digests: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
     draws: dict[str, AuditDrawn] = field(default_factory=dict)
     nonces: tuple[bytes, ...] = ()
+    windows: tuple[Window, ...] = ()
     projections: dict[str, tuple[float, ...]] = field(default_factory=dict)
     own_rows: dict[tuple[Window, ...], tuple[tuple[float, ...], ...]] = field(default_factory=dict)
     projecting: set[tuple[Window, ...]] = field(default_factory=set)
@@ -114,7 +116,7 @@ class OpenRound:
         self.attempt += 1
         self.contributions = contributions
         self.refusals, self.receipts, self.reports, self.holders, self.merged_digests = {}, {}, {}, {}, {}
-        self.draws, self.nonces = {}, ()
+        self.draws, self.nonces, self.windows = {}, (), ()
         self.checked, self.projections, self.own_rows, self.projecting = set(), {}, {}, set()
         self.decision, self.numbers, self.judged, self.trials, self.held_since_ns = None, None, None, (), None
 

@@ -53,12 +53,6 @@ class PayloadAudit:
         """Forget all questions: this region leads no longer."""
         self._questions.clear()
 
-    def windows(self, round_: OpenRound) -> tuple[Window, ...]:
-        """Return the windows of a merged payload; none if it is not audited."""
-        if not self._is_on:
-            return ()
-        return draw_windows(round_.nonces, round_.stripes, self._piece_blocks[round_.fragment])
-
     def commitment(self, ballot: Ballot) -> bytes:
         """Return what commits this region to its nonce of a ballot that it opens."""
         return commitment_of(nonce_of(self._secret, ballot))
@@ -77,20 +71,21 @@ class PayloadAudit:
         else:
             nonces = ()
         round_.nonces = (nonce_of(self._secret, round_.ballot), *nonces)
+        round_.windows = draw_windows(round_.nonces, round_.stripes, self._piece_blocks[round_.fragment])
         self.disclose(round_)
 
     def disclose(self, round_: OpenRound) -> None:
         """Tell the nonces of an audit to those who have told no row; before it is drawn, ask the drawer again."""
         if self._is_on and round_.is_merged and not round_.nonces:
             self._effects.send(drawer_of(round_.announcement, self._region) or self._region, round_.announcement)
-        elif self.windows(round_):
+        elif round_.windows:
             for name in self._context.regions:
                 if name not in round_.projections:
                     self._effects.send(name, AuditDrawn(round_.ballot, round_.digest, round_.nonces))
 
     def rows(self, round_: OpenRound) -> Rows:
         """Return the projections for the ledger entry: a row per member if the payload is audited, else nothing."""
-        return self._rows(round_) if self.windows(round_) else ()
+        return self._rows(round_) if round_.windows else ()
 
     def is_waiting(
         self, round_: OpenRound, projection: Projection, is_there: Callable[[str], bool], *, now_ns: int
@@ -101,7 +96,7 @@ class PayloadAudit:
             return True
         assert round_.decision is not None
         is_late = 4 * (now_ns - round_.ballot_at_ns) >= 3 * round_.deadline.duration_ns
-        windows = self.windows(round_)
+        windows = round_.windows
         if is_late or not windows:
             return self._is_on and not round_.nonces
         names = {contribution.learner for contribution in round_.decision.contributions} - round_.projections.keys()
@@ -115,7 +110,7 @@ class PayloadAudit:
         """
         assert round_.decision is not None
         self._answer(round_, now_ns=now_ns)
-        windows, rows = self.windows(round_), self._rows(round_)
+        windows, rows = round_.windows, self._rows(round_)
         if len(projection.sums) != len(windows):
             return ""
         wrong = wrong_reducers(windows, projection, round_.decision.coefficients, rows)
@@ -153,7 +148,7 @@ class PayloadAudit:
             return []
         return [
             windows
-            for windows in dict.fromkeys((question.windows, self.windows(round_)))
+            for windows in dict.fromkeys((question.windows, round_.windows))
             if windows and windows not in round_.own_rows
         ]
 
@@ -171,7 +166,7 @@ class PayloadAudit:
     def _rows(self, round_: OpenRound) -> Rows:
         """Return the members' rows, or this region's own of their contributions if it has worked them out."""
         assert round_.decision is not None
-        windows = self.windows(round_)
+        windows = round_.windows
         if self._is_projected(round_, windows):
             return round_.own_rows[windows]
         rows = (round_.projections.get(contribution.learner, ()) for contribution in round_.decision.contributions)

@@ -126,7 +126,7 @@ def _avoid_audits(host: Host) -> None:
         propose = leader._propose_audited
 
         def propose_others(round_: Any, now_ns: int) -> None:
-            if leader._audit.windows(round_):
+            if round_.windows:
                 leader._next_ballot(round_, "it would be audited", now_ns=now_ns)
             else:
                 propose(round_, now_ns)

@@ -137,8 +137,9 @@ class Host:
         # When the disk has done all ledger writes so far: they are durable in their order.
         self._ledger_free_ns = 0
         self.contribution_area: dict[int, FakeSnapshot] = {}
-        # Of which learner, daemon and entry the shards were told last.
-        self._told_shards: tuple[object, ...] = ()
+        # Of which learner, daemon and entry the shards were asked for last; which learner was told which.
+        self._shards_asked: tuple[object, ...] = ()
+        self._shards_told: tuple[object, ...] = ()
         self.fetches = FakeFetches(self)
         self.effects = FakeEffects(self)
 
@@ -302,10 +303,11 @@ class Host:
         if learner is None or not learner.incarnation:
             return
         news = (learner, self._lives, history.account.index)
-        if news != self._told_shards and self.core.ledger.has_caught_up:
-            self._told_shards = news
+        if news != self._shards_asked and self.core.ledger.has_caught_up:
+            self._shards_asked = news
             deal = history.shards(RUN_ID, self.name, learner.incarnation)
-            if deal[1]:
+            if deal[1] and (learner, deal) != self._shards_told:
+                self._shards_told = (learner, deal)
                 self.world.after(LOCAL_NS, learner.life, learner.follow_shards, *deal)
 
     def has_refused(self, event: ev.Event) -> bool:

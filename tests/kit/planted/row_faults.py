@@ -29,7 +29,7 @@ def _own_everything(core: Any) -> None:
 
 def _begin_anew(core: Any) -> None:
     _merge_any_rows(core)
-    core.history.account.shards._start = lambda region, incarnation, shard: 0
+    core.history.account.shards.starts = lambda region, incarnation, shards: (0,) * len(shards)
 
 
 def _forget_named(host: Host) -> None:

@@ -98,14 +98,22 @@ SIGNS = {
 
 SEEDS = {
     # what finds those that the first seeds do not
+    "any-answer": 3,
     "asked-once": 27,
     "base-first": 77,
     "closed-steps": 27,
-    "forgotten-payload": 83,
+    "dead-incarnation": 13,
+    "eager-vote": 4,
+    "forgotten-payload": 2,
     "half-blames": 6,
     "half-snapshot": 7,
+    "joiner-boasts": 13,
     "old-majority": 4,
-    "unmatched-commit": 7,
+    "open-changes": 13,
+    "removed-leader": 9,
+    "rows-again": 41,
+    "stale-base": 7,
+    "unheld-merges": 56,
 }
 
 CHEAT_SIGNS = {
