@@ -31,7 +31,7 @@ import structlog
 
 from diloco_node.backoff import Backoff
 from diloco_node.errors import LinkLost, PayloadCorrupt, PeerError, PeerIncompatible, ProtocolViolation
-from diloco_node.transport.greeting import answer, hear, lane_metadata
+from diloco_node.transport.certificate_proof import answer, hear, lane_metadata
 from diloco_node.transport.intake import Intake
 from diloco_node.transport.kernel.congestion import METADATA_KEY, CongestionControls, decode_congestion_controls
 from diloco_node.transport.link_status import LinkState, PeerStatus

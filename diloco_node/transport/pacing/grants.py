@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from diloco_node.numeric import NS_PER_S
-from diloco_node.transport.pacing.budget import PPM, Overhead
+from diloco_node.transport.pacing.egress_budget import PPM, Overhead
 from diloco_node.transport.pacing.token_bucket import TokenBucket
 
 SETTLE_NS: Final = 150_000_000

@@ -1,7 +1,7 @@
 """Carries the bandwidth budget out on the event loop: pieces wait here until they may go, and grants go back and forth.
 
-The decisions are made in `pacing.budget` (what goes out) and `pacing.grants` (what peers may send us). This module has
-the clock, the timers and the futures; `link_stats` has what the kernel counted.
+The decisions are made in `pacing.egress_budget` (what goes out) and `pacing.grants` (what peers may send). This module
+has the clock, the timers and the futures; `link_stats` has what the kernel counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import structlog
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
-from diloco_node.transport.pacing.budget import OVERHEAD_PPM_FIRST, PPM, EgressBudget, LimitSource
+from diloco_node.transport.pacing.egress_budget import OVERHEAD_PPM_FIRST, PPM, EgressBudget, LimitSource
 from diloco_node.transport.pacing.grants import DEMAND_MAX, UNLIMITED, IngressGrants
 from diloco_node.transport.pacing.link_stats import LinkWatch
 from diloco_node.transport.pacing.token_bucket import LATE_NS, PIECE_BYTES_MAX

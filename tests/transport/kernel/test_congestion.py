@@ -54,7 +54,7 @@ def test_a_system_that_does_not_tell_leaves_it_unknown(monkeypatch: pytest.Monke
 
 
 async def test_both_sides_of_a_link_know_the_others(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco_node.transport.greeting.own_congestion_controls", lambda: TELLING)
+    monkeypatch.setattr("diloco_node.transport.certificate_proof.own_congestion_controls", lambda: TELLING)
     a, _, b, _ = await mesh.pair()
     assert a.peer_status()["b"].congestion == TELLING
     assert b.peer_status()["a"].congestion == TELLING
@@ -95,9 +95,9 @@ async def test_an_accepting_side_that_does_not_tell_has_its_link_all_the_same(me
 
 
 async def test_a_peer_that_comes_back_without_it_is_unknown_again(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco_node.transport.greeting.own_congestion_controls", lambda: TELLING)
+    monkeypatch.setattr("diloco_node.transport.certificate_proof.own_congestion_controls", lambda: TELLING)
     a, _, b, _ = await mesh.pair()
-    monkeypatch.setattr("diloco_node.transport.greeting.own_congestion_controls", lambda: None)
+    monkeypatch.setattr("diloco_node.transport.certificate_proof.own_congestion_controls", lambda: None)
     a.links["b"].drop("a test")
     await eventually(lambda: b.peer_status()["a"].congestion is None)
     await eventually(lambda: a.peer_status()["b"].congestion is None)

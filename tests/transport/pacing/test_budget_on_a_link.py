@@ -1,8 +1,8 @@
 """The bandwidth budget through real transports: on loopback what must not depend on speed, and on links of their own
 what the kernel's interface counters say.
 
-`test_budget.py` has the property over every window. A ceiling holds at the first attempt. What needs time to show
-is measured beside a control in the same run, and again before it counts as wrong.
+`test_egress_budget.py` has the property over every window. A ceiling holds at the first attempt. What needs time to
+show is measured beside a control in the same run, and again before it counts as wrong.
 """
 
 import asyncio

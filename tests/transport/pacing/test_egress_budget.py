@@ -1,4 +1,4 @@
-"""transport/pacing/budget.py, core/budget_plan.py: peers and lanes in order, and no window over any ceiling."""
+"""transport/pacing/egress_budget.py, core/budget_plan.py: peers and lanes in order, and no window over any ceiling."""
 
 import json
 import random
@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from diloco_node.config.budget_plan import BudgetPlan, TimeWindow
 from diloco_node.core.types import Direction, RateLimits
 from diloco_node.numeric import NS_PER_S
-from diloco_node.transport.pacing.budget import CONTROL_FRAME_BYTES, STARVING_NS, EgressBudget, LimitSource, Overhead
+from diloco_node.transport.pacing.egress_budget import (
+    CONTROL_FRAME_BYTES,
+    STARVING_NS,
+    EgressBudget,
+    LimitSource,
+    Overhead,
+)
 from diloco_node.transport.pacing.token_bucket import PIECE_BYTES_MAX, burst_bytes
 from diloco_node.wire.message_tables import BudgetLane
 from tests.kit.budget_kit import most_in_any_window
