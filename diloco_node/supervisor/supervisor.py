@@ -270,7 +270,7 @@ class _Supervisor:
     def _loss(self, child: Child) -> str:
         """Note the steps that the learner's end costs, and say them; empty where it made none."""
         place = self._place()
-        if child is not self._learner or place is None or place == self._watch.old_place:
+        if child is not self._learner or place is None or place == self._watch.old_place or place.has_left:
             return ""
         self._watch.lost = place.losses
         return "; lost: {unsaved_steps} steps since its checkpoint, {unmerged_steps} that no merge includes".format(
@@ -303,8 +303,9 @@ class _Supervisor:
         lived_s = child.ended()
         exit_text = f"{child.name} exited, code={code} after {lived_s:.1f} s{self._loss(child) if code else ''}"
         if self._over_s is not None:
-            self.say(exit_text)
-            return 1 if code else 0
+            result = 1 if code else 0
+            self.say(f"{exit_text}: the region ends with {result}")
+            return result
         final = self._final_code(child, code, lived_s)
         if final == 0 and self._learner is not None and self._learner.is_running:
             self._over_s = time.monotonic()
