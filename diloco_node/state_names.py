@@ -12,6 +12,9 @@ TRAINER_NAME: Final = "trainer.json"
 
 LEDGER_NAME: Final = "ledger.log"
 
+FINAL_NAME: Final = "final.safetensors"
+"""The model, once the run is finished."""
+
 ADMIN_PORT_NAME: Final = "admin.port"
 """The daemon writes it when its admin port is bound, and removes it at its end."""
 

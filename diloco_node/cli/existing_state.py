@@ -53,7 +53,7 @@ def full_place(init: str | None) -> str | None:
 
 
 def _final(folder: Path) -> str:
-    from diloco_node.daemon.run_record import FINAL_NAME
+    from diloco_node.state_names import FINAL_NAME
 
     path = folder.resolve() / FINAL_NAME
     if path.exists():

@@ -28,7 +28,8 @@ def finished_status(folder: Path) -> dict[str, Any] | None:
 
 def since_and_model(folder: Path) -> str:
     """Say since when a run is finished here, and where the model is; to be added to the reason."""
-    from diloco_node.daemon.run_record import FINAL_NAME, REPORT_NAME
+    from diloco_node.daemon.run_record import REPORT_NAME
+    from diloco_node.state_names import FINAL_NAME
 
     model = folder.resolve() / FINAL_NAME
     for path in (model, folder / REPORT_NAME):

@@ -13,8 +13,8 @@ import structlog
 
 from diloco_node.core.types import RunSettings
 from diloco_node.daemon.repeats import numberless
-from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.escaping import escaped
+from diloco_node.state_names import FINAL_NAME
 
 log = structlog.get_logger()
 

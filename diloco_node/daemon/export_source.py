@@ -24,13 +24,12 @@ from diloco_node.daemon.checkpoint_copies import copies_at
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
 from diloco_node.daemon.parameters import join_fragments
 from diloco_node.daemon.run_files import region_folders
-from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.state_replay import read_past
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.numeric import F32
-from diloco_node.state_names import NODE_NAME, TRAINER_NAME
+from diloco_node.state_names import FINAL_NAME, NODE_NAME, TRAINER_NAME
 from diloco_node.storage.durable import DamagedFile
 from diloco_node.storage.ledger_reader import LedgerReader
 from diloco_node.storage.store import RegionStore

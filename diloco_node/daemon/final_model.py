@@ -13,14 +13,14 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from diloco_node.atomic_file import remove_if_possible, sync_folder
-from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.errors import StorageError
+from diloco_node.state_names import FINAL_NAME
 
 LINGER_S: Final = 15.0
 """A region that lags and makes no progress for so long is left alone, reachable or not."""
 
-LINGER_MAX_S: Final = 1800.0
-"""Nobody keeps a finished region for longer, whatever they fetch."""
+LINGER_MAX_S: Final = 7200.0
+"""Nobody keeps a finished region for longer, whatever they fetch; a pause that a loop announces may take an hour."""
 
 
 def write_final(state_dir: Path, tensors: dict[str, npt.NDArray[np.float32]]) -> None:

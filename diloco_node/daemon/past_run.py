@@ -12,8 +12,9 @@ from diloco_node.core.recovery.past_versions import PastVersion, ReachableVersio
 from diloco_node.core.types import Entry, RoundBody
 from diloco_node.daemon.checkpoint_copies import copies_at
 from diloco_node.daemon.run_files import ARCHIVE_HINT, RunFiles, region_folders
-from diloco_node.daemon.run_record import FINAL_NAME, past_of
+from diloco_node.daemon.run_record import past_of
 from diloco_node.errors import ConfigError, StorageError
+from diloco_node.state_names import FINAL_NAME
 
 _RANGES_SHOWN: Final = 4
 

@@ -11,10 +11,9 @@ from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.recovery.replay_plan import find_end, find_genesis
 from diloco_node.core.types import Entry, GenesisBody
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
-from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.errors import ConfigError, StorageError
-from diloco_node.state_names import NODE_NAME
+from diloco_node.state_names import FINAL_NAME, NODE_NAME
 from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore
 

@@ -19,11 +19,8 @@ from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import Entry, FinishedBody, GenesisBody, LedgerBase
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.errors import ConfigError, DilocoError, StorageError, SupersededError
-from diloco_node.state_names import LEDGER_NAME
+from diloco_node.state_names import FINAL_NAME, LEDGER_NAME
 from diloco_node.storage.ledger_reader import LedgerReader
-
-FINAL_NAME: Final = "final.safetensors"
-"""The final model, in the region's folder."""
 
 REPORT_NAME: Final = "report.json"
 """The region's last status document, in its folder."""

@@ -18,8 +18,8 @@ from diloco_node.daemon.effects.open_stripes import cut_payload
 from diloco_node.daemon.parameters import OUTER_THREADS, Parameters
 from diloco_node.daemon.past_run import find_past
 from diloco_node.daemon.run_files import ARCHIVE_HINT, RunFiles
-from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.errors import StorageError
+from diloco_node.state_names import FINAL_NAME
 
 TRIES: Final = 3
 """A daemon may remove a file after it was listed; newer ones are there then."""

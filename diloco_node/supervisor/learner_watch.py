@@ -130,6 +130,7 @@ class LearnerWatch:
         if self._aborted_s is not None:
             return self._escalate(now_s - self._aborted_s)
         if place is not None and place.has_left and place != self.old_place:
+            self._mark, self._stepped_s, self._pause = mark, None, None  # it may attach again
             return Action.NOTHING
         if self._doublings and now_s - self._doubled_s > FORGIVEN_S:
             self._doublings, self._doubled_s = self._doublings - 1, now_s

@@ -46,13 +46,19 @@ from diloco_node.backoff import Backoff
 from diloco_node.errors import StorageError
 from diloco_node.file_lock import lock_file
 from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, MemoryStore, PlaceMark
-from diloco_node.state_names import ADMIN_PORT_NAME, DAEMON_SOCKET_NAME, LEDGER_NAME, MEMORY_SOCKET_NAME
+from diloco_node.state_names import ADMIN_PORT_NAME, DAEMON_SOCKET_NAME, FINAL_NAME, LEDGER_NAME, MEMORY_SOCKET_NAME
 from diloco_node.supervisor.child import Child, ChildExited, ChildLog, memory_kills, show
 from diloco_node.supervisor.learner_watch import FROM_OUTSIDE, Action, LearnerWatch
 from diloco_node.supervisor.preload import ForkServer, ServerEnded, ServerReady, forkable_command
 from diloco_node.supervisor.process_file import write_process
 from diloco_node.supervisor.service_manager import NOTIFY_VARIABLES, ServiceManager
-from diloco_node.supervisor.supervisor_spec import FINAL_CODES, LEARNER_SHARE, SupervisorSpec
+from diloco_node.supervisor.supervisor_spec import (
+    FINAL_CODES,
+    LEARNER_SHARE,
+    LEAVE_S_MAX,
+    SCRIPT_CODE,
+    SupervisorSpec,
+)
 from diloco_node.unix_sockets import socket_path
 
 BIND_CODE: Final = 3
@@ -113,6 +119,8 @@ class _Supervisor:
         self._forks = self._learner.forks if self._learner is not None else None
         # Since when the daemon is done, and only what the learner's script does after its part is waited for.
         self._over_s: float | None = None
+        # Whether the last life of the learner that had its part in the run failed after it.
+        self._has_failed = False
         # Whether the fork server was started, which waits for the daemon.
         self._has_preloaded = False
         self._began_s = time.monotonic()
@@ -201,9 +209,9 @@ class _Supervisor:
             waiting.append(now_s + min(COUNTERS_POLL_S, self._spec.hang_s / 4))
         if self._over_s is not None:
             if not self._may_go_on(now_s - self._over_s):
-                return 0
+                return self._result
             waiting.append(now_s + COUNTERS_POLL_S)
-        if self._forks is not None and self._forks.restart_at_s is not None:
+        if self._over_s is None and self._forks is not None and self._forks.restart_at_s is not None:
             waiting.append(self._forks.restart_at_s)
             if waiting[-1] <= now_s:
                 self._start_fork_server()
@@ -253,16 +261,24 @@ class _Supervisor:
     def _may_go_on(self, since_s: float) -> bool:
         """Whether a learner may, whose daemon is done. One that has left the run does what its script wants."""
         place = self._place()
+        limit_s, state = self._spec.finish_s, "has not left the run"
         if place is None or place == self._watch.old_place:
-            limit_s, state = self._spec.finish_s, "has not attached"
+            state = "has not attached"
         elif place.has_left:
             return True
-        else:
-            limit_s, state = max(self._spec.finish_s, self._spec.hang_s), "has not left the run"
+        elif (self._spec.state_dir / FINAL_NAME).exists():  # it is over for this learner, too, which was told so
+            if place.activity and time.monotonic() - place.since_s <= place.limit_s:
+                return True
+            limit_s = max(limit_s, self._watch.limit_s if self._spec.hang_s > 0 else LEAVE_S_MAX)
         if since_s < limit_s:
             return True
         self.say(f"the learner {state} {limit_s:.0f} s after the daemon's end: it is stopped")
         return False
+
+    @property
+    def _result(self) -> int:
+        """The exit code of a region whose daemon is done."""
+        return SCRIPT_CODE if self._has_failed else 0
 
     def _place(self) -> PlaceMark | None:
         return PlaceMark.decode(self._memory.contents(PLACE_AREA))
@@ -302,16 +318,19 @@ class _Supervisor:
     def _child_exited(self, child: Child, code: int) -> int | None:
         lived_s = child.ended()
         exit_text = f"{child.name} exited, code={code} after {lived_s:.1f} s{self._loss(child) if code else ''}"
+        place = self._place()
+        if child is self._learner and place is not None and place != self._watch.old_place and place.has_left:
+            self._has_failed = code != 0
         if self._over_s is not None:
-            result = 1 if code else 0
-            self.say(f"{exit_text}: the region ends with {result}")
-            return result
+            self.say(f"{exit_text}: the region ends with {self._result}")
+            return self._result
         final = self._final_code(child, code, lived_s)
         if final == 0 and self._learner is not None and self._learner.is_running:
             self._over_s = time.monotonic()
             self.say(f"{exit_text}: the region ends with its learner ({self._learner.shown}), which may go on")
             return None
         if final is not None:
+            final = final or self._result
             self.say(f"{exit_text}: the region ends with {final}")
             return final
         if child is self._daemon and code > 0 and (line := child.log.last_line()):

@@ -7,8 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-FINAL_CODES: Final = frozenset({2, 4, 6, 7})
-"""The daemon's exit codes that another start would only repeat; RestartPreventExitStatus of deploy's unit."""
+SCRIPT_CODE: Final = 8
+"""The run is finished, but the script failed after it."""
+
+FINAL_CODES: Final = frozenset({2, 4, 6, 7, SCRIPT_CODE})
+"""Exit codes that another start would only repeat, or hide; RestartPreventExitStatus of deploy's unit."""
+
+LEAVE_S_MAX: Final = 1800.0
+"""For a learner to leave a finished run, where no step for any time is a hang."""
 
 LEARNER_SHARE: Final = 0.8
 """Share of `stop_s` in which the learner saves, and has its last steps merged; the daemon gives its leadership away."""

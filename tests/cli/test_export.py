@@ -14,12 +14,11 @@ from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifes
 from diloco_node.core.types import FinishedBody, Member, RunSettings
 from diloco_node.daemon.final_model import write_final
 from diloco_node.daemon.manifest_file import save_manifest
-from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.integrations import model_export
 from diloco_node.learner.builtin.shape import ModelSettings, hf_config, parameter_shapes
 from diloco_node.main import main
-from diloco_node.state_names import NODE_NAME
+from diloco_node.state_names import FINAL_NAME, NODE_NAME
 from diloco_node.storage.store import RegionStore
 from tests.kit.data_kit import END
 from tests.kit.hf_kit import DEEPSEEK, write_hf_folder

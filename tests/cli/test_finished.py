@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from diloco_node.daemon.admin.status_document import write_report
-from diloco_node.daemon.run_record import FINAL_NAME, read_run_record, set_final_aside
+from diloco_node.daemon.run_record import read_run_record, set_final_aside
 from diloco_node.main import main
-from diloco_node.state_names import ADMIN_PORT_NAME, NODE_NAME
+from diloco_node.state_names import ADMIN_PORT_NAME, FINAL_NAME, NODE_NAME
 from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 from diloco_node.transport.authority import init_run
 from tests.kit.begun_kit import begin_run

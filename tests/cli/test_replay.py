@@ -13,9 +13,8 @@ import pytest
 
 from diloco_node.core.types import FinishedBody, Recovered, RoundBody, SnapshotBody
 from diloco_node.daemon.final_model import write_final
-from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.main import main
-from diloco_node.state_names import LEDGER_NAME
+from diloco_node.state_names import FINAL_NAME, LEDGER_NAME
 from diloco_node.storage.ledger_files import LEDGER_END_NAME
 from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore

@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from diloco_node.daemon.final_model import LINGER_MAX_S, LINGER_S, Linger, write_final
-from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.errors import StorageError
+from diloco_node.state_names import FINAL_NAME
 
 
 def model(seed: int = 3) -> dict[str, np.ndarray]:

@@ -19,8 +19,9 @@ from diloco_node.core.types import RoundBody, RunSettings
 from diloco_node.daemon import node as node_module
 from diloco_node.daemon.end_wishes import WISHES_NAME
 from diloco_node.daemon.final_model import LINGER_S
-from diloco_node.daemon.run_record import FINAL_NAME, set_final_aside
+from diloco_node.daemon.run_record import set_final_aside
 from diloco_node.lab.demo.account_check import check_account
+from diloco_node.state_names import FINAL_NAME
 from diloco_node.storage.trained import read_trained
 from tests.kit.memory_transport import MemoryTransport, Network
 from tests.kit.node_kit import MANIFEST, NO_BUDGET

@@ -20,10 +20,11 @@ from diloco_node.daemon.effects.past_init import read_past_init
 from diloco_node.daemon.parameters import join_fragments
 from diloco_node.daemon.past_run import check_past_init, find_past
 from diloco_node.daemon.run_files import RunFiles, region_folders
-from diloco_node.daemon.run_record import FINAL_NAME, past_of
+from diloco_node.daemon.run_record import past_of
 from diloco_node.daemon.state_replay import Replay, read_past
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.main import main
+from diloco_node.state_names import FINAL_NAME
 from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.tensor_files import read_header, write_state

@@ -8,9 +8,9 @@ from diloco_node.core.ledger.summary import RunSummary, encode_summary
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.types import FinishedBody, GenesisBody, LedgerBase
 from diloco_node.daemon.admin.status_document import write_report
-from diloco_node.daemon.run_record import FINAL_NAME, has_final_report, is_complete, read_run_record, run_record
+from diloco_node.daemon.run_record import has_final_report, is_complete, read_run_record, run_record
 from diloco_node.errors import ConfigError
-from diloco_node.state_names import LEDGER_NAME
+from diloco_node.state_names import FINAL_NAME, LEDGER_NAME
 from tests.kit.begun_kit import begin_run
 
 REGIONS = ("a", "b", "c")

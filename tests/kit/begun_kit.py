@@ -7,7 +7,7 @@ from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import ExtendedBody, FinishedBody, GenesisBody, LeaderBody
 from diloco_node.daemon.manifest_file import save_manifest
-from diloco_node.daemon.run_record import FINAL_NAME
+from diloco_node.state_names import FINAL_NAME
 from diloco_node.storage.store import RegionStore
 from tests.kit.node_kit import MANIFEST
 

@@ -302,6 +302,10 @@ def test_a_script_that_has_had_its_part_never_hangs_but_its_next_life_may() -> N
     watch.look(b"1", now_s=1.0)
     for at_s in range(2, 4000):
         assert watch.look(b"1", now_s=at_s, place=left) is Action.NOTHING
+    again = PlaceMark(7, step=3)
+    assert watch.look(b"1", now_s=4000, place=again) is Action.NOTHING, "it attaches again, and has made no step yet"
+    watch.look(b"2", now_s=4000, place=again)
+    assert watch.limit_s == HANG_S, "what it did in between was no pause of its loop"
     watch.ended(1, lived_s=4000, now_s=4000)
     watch.started(b"1", now_s=4000.0, place=left)
     watch.look(b"2", now_s=4001.0, place=left)

@@ -30,6 +30,9 @@ GIVE_UP_BALLOTS: Final = 8
 """A fragment's last round may take as long as this many first ballots; then the run ends without it. That is enough for
 three ballots, each twice as long as the one before, and some time to be ready."""
 
+LAST_WAIT_NS_MAX: Final = 600_000_000_000
+"""Most that a first ballot of a last round, or the time to be ready for it, counts: both go by what regions say."""
+
 SHARE_MIN_PART: Final = 32
 """A run ends by tokens only if the median live learner has at least one 32nd of its fair share of them.
 
@@ -48,7 +51,7 @@ class Ending:
     Attributes:
         reason: what ended it, in words. pending: fragments whose last round is not committed (or given up).
         ready_by_ns: until then a last round waits for every live learner, afterwards it takes those that can.
-        turns: per fragment, since when it is its turn, and the longest first ballot of its rounds.
+        turns: per fragment, since when its last round could be held, and the longest first ballot of its rounds.
     """
 
     reason: str
@@ -58,9 +61,10 @@ class Ending:
 
     def allow(self, fragment: int, *, now_ns: int, ballot_ns: int) -> int:
         """When the fragment's last round is given up. ballot_ns: of a first ballot over the links that there are."""
-        since_ns, longest_ns = self.turns.get(fragment, (now_ns, 0))
-        self.turns[fragment] = since_ns, max(longest_ns, ballot_ns)
-        return since_ns + GIVE_UP_BALLOTS * max(longest_ns, ballot_ns)
+        since_ns, longest_ns = self.turns.get(fragment, (max(now_ns, self.ready_by_ns), 0))
+        longest_ns = max(longest_ns, min(ballot_ns, LAST_WAIT_NS_MAX))
+        self.turns[fragment] = since_ns, longest_ns
+        return since_ns + GIVE_UP_BALLOTS * longest_ns
 
 
 def end_reason(
@@ -85,8 +89,8 @@ def end_reason(
 
 def begin_ending(settings: RunSettings, reason: str, *, fragments: int, step_time_ns: int, now_ns: int) -> Ending:
     """Begin to close the run."""
-    ready_by_ns = now_ns + max(settings.ballot_deadline_min_ns, READY_STEPS * step_time_ns)
-    return Ending(reason, set(range(fragments)), ready_by_ns)
+    ready_ns = max(settings.ballot_deadline_min_ns, min(READY_STEPS * step_time_ns, LAST_WAIT_NS_MAX))
+    return Ending(reason, set(range(fragments)), now_ns + ready_ns)
 
 
 @dataclass(frozen=True, slots=True)

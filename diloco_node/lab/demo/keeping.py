@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.errors import DilocoError
 from diloco_node.lab.chaos.demo_processes import DemoFile, find_left_behind, hold_all
 from diloco_node.lab.demo.region_processes import RegionProcess
 from diloco_node.numeric import NS_PER_S
+from diloco_node.state_names import FINAL_NAME
 from diloco_node.supervisor.supervisor_spec import FINAL_CODES
 from diloco_node.unix_sockets import Process, process_of
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+import copy
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -11,6 +12,11 @@ from diloco_node.learner.layouts.shard_map import Slab
 
 SAMPLE_VALUES: Final = 1024
 """Values to sample of each piece: enough to tell a reverted parameter from a trained one."""
+
+
+def host_copy(value: Any) -> Any:
+    """Return a copy: of a tensor on the CPU and without its graph, of another object as `copy.deepcopy` makes it."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def host_values(*shape: int) -> Tensor:

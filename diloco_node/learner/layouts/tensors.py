@@ -11,7 +11,6 @@ A DTensor (FSDP2, tensor parallelism) is the part of it that lies on this rank: 
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +21,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from diloco_node.core.merge.fragments import Manifest, TensorSpec
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.names import buffers_of, by_plain_name, names_of, plain_name, replicas_in, unwrap
 from diloco_node.learner.layouts.shard_map import Box, LocalFragment, Slab, whole_box
-from diloco_node.learner.layouts.slab_values import cut, first_values, host_values, joined
+from diloco_node.learner.layouts.slab_values import cut, first_values, host_copy, host_values, joined
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -341,11 +341,11 @@ class ModelTensors:
             is_nested = isinstance(value, Mapping) and not name.endswith("_extra_state")
             if is_nested or (name in merged_names and not is_whole):
                 continue
-            whole: Any = value.detach() if isinstance(value, Tensor) else copy.deepcopy(value)
+            whole: Any = value
             if is_sharded(whole):  # one at a time: a device that trains has no room for the whole model
-                whole = whole.full_tensor()  # all ranks, also those that keep nothing
+                whole = whole.detach().full_tensor()  # all ranks, also those that keep nothing
             if is_kept:
-                state[name] = whole.to("cpu", copy=True) if isinstance(whole, Tensor) else whole
+                state[name] = tree_map(host_copy, whole)  # of tensors within a script's own states, too
         return state
 
     def full_state(self, manifest: Manifest, vectors: list[Tensor], remainder: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from diloco_node.core.rounds.agenda import GIVE_UP_BALLOTS, READY_STEPS, begin_ending, end_reason
+from diloco_node.core.rounds.agenda import GIVE_UP_BALLOTS, LAST_WAIT_NS_MAX, READY_STEPS, begin_ending, end_reason
 from diloco_node.core.types import RunSettings
 from tests.kit.rounds_kit import SECOND, SETTINGS
 
@@ -59,7 +59,19 @@ def test_last_rounds_wait_a_few_steps_for_everybody_and_are_given_up_in_the_end(
     assert ending.ready_by_ns == 7 + READY_STEPS * SECOND
     fast = begin_ending(BY_STEPS, "x", fragments=3, step_time_ns=1, now_ns=7)
     assert fast.ready_by_ns == 7 + SETTINGS.ballot_deadline_min_ns
-    assert ending.allow(1, now_ns=10, ballot_ns=SECOND) == 10 + GIVE_UP_BALLOTS * SECOND
-    assert ending.allow(1, now_ns=99, ballot_ns=SECOND) == 10 + GIVE_UP_BALLOTS * SECOND, "from its first turn on"
-    assert ending.allow(1, now_ns=99, ballot_ns=60 * SECOND) == 10 + GIVE_UP_BALLOTS * 60 * SECOND, "slow links"
-    assert ending.allow(1, now_ns=99, ballot_ns=SECOND) == 10 + GIVE_UP_BALLOTS * 60 * SECOND, "also between two rounds"
+    early_ns, late_ns = ending.ready_by_ns, 9 * SECOND
+    assert ending.allow(1, now_ns=10, ballot_ns=SECOND) == early_ns + GIVE_UP_BALLOTS * SECOND, (
+        "late members come first"
+    )
+    assert ending.allow(2, now_ns=late_ns, ballot_ns=SECOND) == late_ns + GIVE_UP_BALLOTS * SECOND
+    assert ending.allow(2, now_ns=99 * SECOND, ballot_ns=SECOND) == late_ns + GIVE_UP_BALLOTS * SECOND, (
+        "from its turn on"
+    )
+    assert ending.allow(2, now_ns=99, ballot_ns=60 * SECOND) == late_ns + GIVE_UP_BALLOTS * 60 * SECOND, "slow links"
+    assert ending.allow(2, now_ns=99, ballot_ns=SECOND) == late_ns + GIVE_UP_BALLOTS * 60 * SECOND, "between two rounds"
+
+
+def test_no_word_of_a_region_puts_the_end_off_for_ever() -> None:
+    ending = begin_ending(BY_STEPS, "x", fragments=1, step_time_ns=10**18, now_ns=0)
+    assert ending.ready_by_ns == LAST_WAIT_NS_MAX
+    assert ending.allow(0, now_ns=0, ballot_ns=10**18) == (1 + GIVE_UP_BALLOTS) * LAST_WAIT_NS_MAX

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.errors import DilocoError, StorageError
 from diloco_node.lab.chaos.demo_processes import DemoFile, find_left_behind
 from diloco_node.lab.chaos.fault_plan import FaultTarget
 from diloco_node.lab.demo.keeping import RegionKeeper
 from diloco_node.lab.demo.region_processes import RegionProcess
+from diloco_node.state_names import FINAL_NAME
 from tests.kit.waiting import eventually
 
 CHILD = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
