@@ -155,8 +155,7 @@ class Diloco:
         self.should_stop = self.is_interrupted = False
         self.stop_reason = ""
         # Of this process; `LearnerFragments` has those of the incarnation.
-        self.steps = 0
-        self.tokens = 0
+        self.steps = self.tokens = 0
         self.token_check = TokenCheck(stateful.values())
         self._tensors = tensors
         self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s, warn=self._warn)
@@ -212,9 +211,8 @@ class Diloco:
     @property
     def versions(self) -> tuple[int, ...]:
         """The version last applied of each fragment, -1 for none; empty when alone, and on ranks other than 0."""
-        if self._session is None:
-            return ()
-        return tuple(position.base_version for position in self._session.fragments.positions)
+        positions = () if self._session is None else self._session.fragments.positions
+        return tuple(position.base_version for position in positions)
 
     @USABLE
     def step(self, *, tokens: int, loss: Tensor | float | None = None, grad_norm: Tensor | float | None = None) -> None:
@@ -391,6 +389,8 @@ class Diloco:
         last: Done | None = None
         session, boundaries = self._session, None if self._is_closed else self._boundaries
         self._terminate.leave()
+        if boundaries is not None and boundaries.is_crossing.is_set():  # half a merge is no checkpoint, and no result
+            return self._close(failure(LearnerError("a step() did not come to its end")))
         try:
             foreign = self._watch.foreign_write() if boundaries is not None and self._watch is not None else ""
             has_result = boundaries is not None and end_on_final(boundaries, self._warn, foreign)

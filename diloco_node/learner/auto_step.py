@@ -57,7 +57,7 @@ class AutoStep:
         found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is not None and bool(found_inf):
             return
-        if not tokens and not any(float(group["lr"]) for group in self.optimizer.param_groups):
+        if not tokens and all(group.get("lr") == 0 for group in self.optimizer.param_groups):
             return  # get_optimizer_state_dict() of torch.distributed.checkpoint makes the states by such a step
         if not tokens:
             raise LearnerError(

@@ -74,10 +74,13 @@ class ForwardWatch:
         self._loss: Tensor | None = None
         for kind in ("_forward_pre_hooks", "_forward_hooks"):
             private_hooks(model, kind)
+        note_shapes = PrivateHook(self._note_shapes)
         self._handles = [
-            model.register_forward_pre_hook(PrivateHook(self._note_shapes), with_kwargs=True),
+            model.register_forward_pre_hook(note_shapes, with_kwargs=True),
             model.register_forward_hook(PrivateHook(self._returned)),
         ]
+        # torch only looks whether the number is there. In a file it would be that of the reader's first hook.
+        private_hooks(model, "_forward_pre_hooks_with_kwargs")[self._handles[0].id] = note_shapes
 
     def take(self) -> tuple[int, Tensor | None]:
         """Tokens since the last call of this, and the loss that was returned last; None where none was."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +18,7 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.names import plain_name, replicas_in
 from diloco_node.learner.layouts.tensors import ModelTensors, memory_of
 from diloco_node.learner.local_fragments import LearnerFragments
-from diloco_node.learner.private_hooks import PrivateHook, private_hooks
+from diloco_node.learner.private_hooks import PrivateHook, is_private, living_handles, private_hooks
 from diloco_node.learner.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ class SavedStates:
         self._has_merged_state = False
         self._texts: set[str] = set()
         self._handles: list[RemovableHandle] = []
+        # By thread the state that is being made, and the merged parameters in it, by key: of modules in modules.
+        self._replaced = threading.local()
 
     def begin(self, fragments: LearnerFragments, session: LearnerSession | None) -> None:
         """Follow the model: it holds the run's parameters, and steps come next."""
@@ -127,7 +130,8 @@ class SavedStates:
         if self._hook_of(module) is None:
             self.tell("save_merged() of a module that has none of the run's parameters changes nothing")
         for member in {module, tensors.model}:
-            private_hooks(member, "_load_state_dict_post_hooks")
+            if any(map(is_private, private_hooks(member, "_load_state_dict_post_hooks").values())):
+                continue
             handle = member.register_load_state_dict_post_hook(PrivateHook(self._note_load))  # type: ignore[no-untyped-call]
             self._handles.append(handle)
 
@@ -138,21 +142,22 @@ class SavedStates:
         self._handles.clear()
         self._fragments = self._session = self._tensors = None
 
-    def _hook_of(self, module: nn.Module) -> StateHook | None:
-        hooks = private_hooks(module, "_state_dict_hooks").values()
+    def _hook_of(self, module: nn.Module, handles: Callable[[], list[Any]] = living_handles) -> StateHook | None:
+        hooks = private_hooks(module, "_state_dict_hooks", handles).values()
         return next((hook for hook in hooks if isinstance(hook, StateHook)), None)
 
     def _follow(self, module: nn.Module, tensors: ModelTensors, fragments: LearnerFragments) -> None:
         """Hook the module, and what of it is saved by itself; a part of it is only told of."""
         run_ids = {*map(id, tensors.followed.values())}
-        replicas = replicas_in(module)
+        replicas, handles = replicas_in(module), cache(living_handles)
         for path, member in module.named_modules():
             is_saved = not plain_name(path and f"{path}.", replicas) or hasattr(member, "save_pretrained")
+            is_saved |= member is tensors.model
             if not is_saved and not fragments.shards.is_first_whole:
                 continue
             if run_ids.isdisjoint(map(id, _values_of(member))):
                 continue
-            hook = self._hook_of(member)
+            hook = self._hook_of(member, handles)
             if hook is None:
                 hook = StateHook(self, is_inner=bool(path))
                 handle = member.register_state_dict_post_hook(hook)
@@ -164,10 +169,13 @@ class SavedStates:
     def follow(self, hook: StateHook, owner: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         """Set the merged parameters in the state of a module, or tell whose weights it holds; as torch calls a hook."""
         fragments, tensors = self._fragments, self._tensors
-        if fragments is None or tensors is None or is_unnoticed() or (hook.is_inner and prefix):
+        if fragments is None or tensors is None or is_unnoticed():
             return
         if not (hook.is_merged and self._ranks.is_first):
-            self.tell(_ELSEWHERE if hook.is_merged else _OF_PART if self._is_merging else _OWN)
+            if not (
+                hook.is_inner and prefix and self._is_merging
+            ):  # else the module around it is asked, and has a hook
+                self.tell(_ELSEWHERE if hook.is_merged else _OF_PART if self._is_merging else _OWN)
             return
         entries = {key: value for key, value in state.items() if key.startswith(prefix) and isinstance(value, Tensor)}
         names = tensors.run_names(entries)
@@ -175,8 +183,9 @@ class SavedStates:
             return self.tell("state_dict(keep_vars=True) holds this region's own parameters: to save, leave it out")
         if names:
             with _reading(self._session):
-                full = tensors.full_state(fragments.manifest, fragments.global_vectors(), {})
+                full = tensors.full_state(fragments.manifest, fragments.global_vectors(), {}, {*names.values()})
             state.update({key: full[name] for key, name in names.items()})
+        names = self._all_replaced(state, names)
         if self.is_over:
             return
         self._has_merged_state = True
@@ -184,7 +193,8 @@ class SavedStates:
         places = {*map(memory_of, own_values.values())}
         run_names = {name for name, tensor in tensors.followed.items() if id(tensor) in own_values}
         absent = sorted(run_names - {*names.values()})
-        strays = [key for key, value in entries.items() if memory_of(value) not in places]
+        strays = [key for key in entries.keys() - names.keys() if memory_of(entries[key]) not in places]
+        strays = sorted(key for key in strays if entries[key].is_floating_point() and entries[key].numel() > 1)
         if not names:  # of adapters that were unloaded
             self.tell("state_dict() has none of the merged parameters: it holds this region's own weights")
         elif absent and strays:
@@ -192,8 +202,23 @@ class SavedStates:
                 f"state_dict() has {strays[0]!r}, which a hook of the script makes of this region's own weights, and "
                 f"not {absent[0]!r}: hook the module that save_merged() is given, or save global_state_dict()"
             )
+        elif strays:
+            self.tell(
+                f"state_dict() has {strays[0]!r}, which a hook of the script may make of this region's own weights: "
+                "hook the module that save_merged() is given"
+            )
         elif any(getattr(module, "merged", False) is True for module in owner.modules()):
             self.tell("state_dict() of merged adapters: the weights below them hold this region's own adapters")
+
+    def _all_replaced(self, state: dict[str, Any], names: dict[str, str]) -> dict[str, str]:
+        """Return the keys of the state that hold merged parameters, with the run's names: also those set before."""
+        if getattr(self._replaced, "state", lambda: None)() is not state:
+            self._replaced.state, self._replaced.names = lambda: None, {}
+            with contextlib.suppress(TypeError):  # a plain dict that the script gave
+                self._replaced.state = weakref.ref(state)
+        merged_names: dict[str, str] = self._replaced.names
+        merged_names |= names
+        return merged_names
 
     def _note_load(self, *_: object) -> None:
         """A state was loaded into the model in mid-run."""

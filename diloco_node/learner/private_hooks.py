@@ -53,13 +53,20 @@ def is_private(hook: object) -> bool:
     return isinstance(hook, PrivateHook)
 
 
-def private_hooks(module: nn.Module, kind: str) -> PrivateHooks:
+def living_handles() -> list[RemovableHandle]:
+    """Return the handles of all hooks: where modules have many, a search of the process for each takes seconds."""
+    return living_objects(RemovableHandle)
+
+
+def private_hooks(
+    module: nn.Module, kind: str, handles: Callable[[], list[RemovableHandle]] = living_handles
+) -> PrivateHooks:
     """Return a module's hooks of a kind, such as `_state_dict_hooks`, as a dictionary that keeps ours to itself."""
     before = vars(module)[kind]
     if isinstance(before, PrivateHooks):
         return before
     hooks = vars(module)[kind] = PrivateHooks(before)
-    for handle in living_objects(RemovableHandle) if before else ():
+    for handle in handles() if before else ():
         if handle.hooks_dict_ref() is before:  # else its hook would stay
             handle.hooks_dict_ref = weakref.ref(hooks)
     return hooks

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
@@ -93,10 +93,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return what a view of all of a tensor has in common with it, and no other tensor has; of a DTensor its id."""
+    """Return what a view of all of a tensor has in common with it, and no other tensor has: here, of one in parts."""
     try:
-        if tensor.numel() and not is_sharded(tensor):
-            return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        if (values := local_part(tensor)).numel():
+            return values.device, values.data_ptr(), values.dtype, values.shape, values.stride()
     except RuntimeError:  # a sparse or lazy one has no such memory
         pass
     return (id(tensor),)
@@ -348,14 +348,18 @@ class ModelTensors:
                 state[name] = tree_map(host_copy, whole)  # of tensors within a script's own states, too
         return state
 
-    def full_state(self, manifest: Manifest, vectors: list[Tensor], remainder: dict[str, Any]) -> dict[str, Any]:
+    def full_state(
+        self, manifest: Manifest, vectors: list[Tensor], remainder: dict[str, Any], only: Collection[str] | None = None
+    ) -> dict[str, Any]:
         """The model's `state_dict()` with these values as the trainable parameters; on the CPU, parameter types.
 
         manifest, vectors: all fragments and their values, float32, CPU. remainder: of `host_state`, what is not merged.
+        only: the tensors that are wanted, by their names in the manifest.
         """
-        values = {tensor.name: host_values(*tensor.shape) for tensor in manifest.tensors}
+        wanted = [tensor for tensor in manifest.tensors if only is None or tensor.name in only]
+        values = {tensor.name: host_values(*tensor.shape) for tensor in wanted}
         for fragment, vector in zip(manifest.fragments, vectors, strict=True):
-            for piece in fragment.pieces:
+            for piece in (piece for piece in fragment.pieces if piece.name in values):
                 span = vector[piece.offset : piece.offset + piece.size]
                 values[piece.name].view(-1)[piece.value_start : piece.value_stop] = span
         names_of = {names[0]: (parameter, names) for parameter, names in self._names_of.items()}
