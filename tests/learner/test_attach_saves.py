@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import pickle
 import signal
 import weakref
 from collections.abc import Callable
@@ -291,6 +292,9 @@ def test_a_pickled_model_holds_nothing_of_a_learner(folder: Path, step: Any) -> 
             diloco.save_merged(net)
             for model in (net, copy.deepcopy(net), copy.deepcopy(copy.deepcopy(net))):
                 assert set(pickled(model)) == set(net.state_dict())
+                loaded = pickle.loads(pickle.dumps(model))
+                kinds = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_state_dict_hooks")
+                assert [len(vars(loaded)[kind]) for kind in kinds] == [0, 0, 0, 0], "a reader's hooks begin at 0"
         assert set(pickled(net)) == set(net.state_dict())
 
 

@@ -13,7 +13,7 @@ from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.names import unwrap
 from diloco_node.learner.layouts.shard_map import Box, LocalFragment, whole_map
-from diloco_node.learner.layouts.tensors import ModelTensors
+from diloco_node.learner.layouts.tensors import ModelTensors, memory_of
 from diloco_node.learner.omissions import batch_norm_warning
 from diloco_node.learner.pull_back import STEPS
 from diloco_node.learner.revert import LOOKS_MAX, VERSIONS_REVERTED, RevertCheck
@@ -238,6 +238,15 @@ def mesh() -> Iterator[Any]:
         yield init_device_mesh("cpu", (1,))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.no_device("its mesh is of the CPU")
+def test_a_tensor_of_a_mesh_is_known_by_its_memory_here(mesh: Any) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    for placement in (Shard(0), Replicate()):
+        tensor, other = [distribute_tensor(torch.ones(4, 3), mesh, [placement]) for _ in range(2)]
+        assert memory_of(tensor) == memory_of(tensor.detach()) != memory_of(other)
 
 
 @pytest.mark.no_device("its mesh is of the CPU")
