@@ -20,7 +20,7 @@ def text(seed: int) -> np.ndarray:
     return (np.random.default_rng(seed).integers(0, 8, 1 << 17) + 65 + 8 * seed).astype(np.uint8)
 
 
-CORPORA = [Corpus(text(m), text(m)[:8192], 1, 0) for m in range(len(SOURCES))]
+CORPORA = [Corpus(text(m), text(m)[:8192]) for m in range(len(SOURCES))]
 
 
 def test_a_manual_page_is_stripped_of_its_markup() -> None:

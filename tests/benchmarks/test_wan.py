@@ -154,7 +154,7 @@ def test_learner_logs_each_step_and_writes_the_parameters_of_rank_0(
     import numpy as np
 
     text = (np.arange(4 * SHARD_BYTES) % 251).astype(np.uint8)
-    monkeypatch.setattr(wan_learner, "load_corpus", lambda: Corpus(text, text, 1, 0))
+    monkeypatch.setattr(wan_learner, "load_corpus", lambda: Corpus(text, text))
     wan_learner.run(spec(tmp_path, steps=40, snapshot_every=10), 0)
     records = [json.loads(line) for line in (tmp_path / "0.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, 41))
