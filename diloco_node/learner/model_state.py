@@ -165,6 +165,7 @@ class SavedStates:
                 private_hooks(member, "_state_dict_hooks").move_to_end(handle.id, last=False)
                 self._handles.append(handle)
             hook.is_merged |= self._is_merging and is_saved
+            hook.paths.add(path)
 
     def follow(self, hook: StateHook, owner: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         """Set the merged parameters in the state of a module, or tell whose weights it holds; as torch calls a hook."""
@@ -172,9 +173,9 @@ class SavedStates:
         if fragments is None or tensors is None or is_unnoticed():
             return
         if not (hook.is_merged and self._ranks.is_first):
-            if not (
-                hook.is_inner and prefix and self._is_merging
-            ):  # else the module around it is asked, and has a hook
+            # A module around it that is followed answers for it; not one of the script's that holds only this part.
+            is_covered = hook.is_inner and any(prefix.endswith(f"{path}.") for path in hook.paths)
+            if not (is_covered and self._is_merging):
                 self.tell(_ELSEWHERE if hook.is_merged else _OF_PART if self._is_merging else _OWN)
             return
         entries = {key: value for key, value in state.items() if key.startswith(prefix) and isinstance(value, Tensor)}
@@ -266,12 +267,14 @@ def _values_of(module: nn.Module) -> Iterator[Tensor]:
 class StateHook(PrivateHook):
     """Has SavedStates follow a module's `state_dict()`.
 
-    is_inner: a module around it that is followed as well covers it. is_merged: its states are to be.
+    is_inner: a module around it that is followed as well covers it. is_merged: its states are to be. paths: of its
+    module in those that are followed.
     """
 
     def __init__(self, states: SavedStates, *, is_inner: bool) -> None:
         super().__init__(partial(states.follow, self))
         self._states, self.is_inner, self.is_merged = states, is_inner, False
+        self.paths: set[str] = set()
 
     def copied(self) -> PrivateHook | None:
         """Return what tells of the copy when it is saved; it may be that of a result."""

@@ -19,6 +19,7 @@ import diloco_node
 from diloco_node.errors import LearnerError
 from diloco_node.learner import attach as attach_module
 from diloco_node.learner.attach import Diloco
+from diloco_node.learner.daemon_session import LearnerSession
 from diloco_node.learner.process_signals import LEARNER_VARIABLE
 from diloco_node.shared_memory import (
     COUNTERS_AREA,
@@ -111,6 +112,29 @@ def place_of(folder: Path) -> PlaceMark:
     mark = PlaceMark.decode(request_area(folder / "memory.sock", PLACE_AREA, PLACE_BYTES)[:])
     assert mark is not None
     return mark
+
+
+def test_a_script_that_has_had_its_part_says_so_until_it_attaches_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor lets it do what it wants, but not wait in `attach` for a daemon that comes no more."""
+    toy, marks, hear = Toy(), [], LearnerSession.hear
+
+    def mark_first(session: LearnerSession) -> bool:
+        marks.append(place_of(folder).has_left)
+        return hear(session)
+
+    with FakeDaemon(folder):
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            toy.step(diloco)
+            assert not place_of(folder).has_left
+        assert place_of(folder).has_left
+        monkeypatch.setattr(LearnerSession, "hear", mark_first)
+        with pytest.raises(RuntimeError, match="sizes differ"), diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            assert not any(marks)
+            toy.step(diloco)
+            raise RuntimeError("sizes differ")
+        assert not place_of(folder).has_left, "a crash is no part that is over"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -23,18 +23,11 @@ from diloco_node.wire.learner_link import (
     Failed,
 )
 from tests.kit.fake_daemon import FakeDaemon
-from tests.kit.learner_kit import Toy
+from tests.kit.learner_kit import Pretrained, Toy
 
 
 def in_fabric(model: nn.Module) -> Any:
     return pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1).setup(model)
-
-
-class Pretrained(nn.Linear):
-    """As a model of Hugging Face is known."""
-
-    def save_pretrained(self) -> dict[str, torch.Tensor]:
-        return self.state_dict()
 
 
 def test_a_model_inside_a_trainers_module_saves_the_merged_weights_by_itself_too(folder: Path) -> None:
@@ -468,85 +461,3 @@ def test_learner_without_a_checkpoint_folder_writes_none(folder: Path) -> None:
     with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer, checkpoint_every_s=0) as diloco:
         toy.step(diloco)
     assert [path.name for path in (folder / "learner").iterdir()] == ["trained-1"]
-
-
-def commit_all(daemon: FakeDaemon, diloco: Diloco) -> dict[str, torch.Tensor]:
-    """Have a version of each fragment applied, and return the merged parameters."""
-    for fragment, theta in enumerate(daemon.theta):
-        daemon.commit(fragment, theta + 1, -1)
-    diloco.settle(0.2)
-    return diloco.global_state_dict()
-
-
-def check_merged(module: nn.Module, merged: dict[str, torch.Tensor]) -> None:
-    """Each tensor of a state is one of the merged ones, by its last two names."""
-    by_end = {".".join(name.split(".")[-2:]): value for name, value in merged.items()}
-    state = module.state_dict()
-    assert state
-    assert all(torch.equal(value, by_end[".".join(name.split(".")[-2:])]) for name, value in state.items())
-
-
-@pytest.mark.no_device("torch.nn.DataParallel asks for properties of real ones")
-def test_states_of_modules_in_modules_are_merged_and_nothing_false_is_told(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
-    wrapped = nn.DataParallel(net)
-    with FakeDaemon(folder) as daemon, diloco_node.attach(wrapped, torch.optim.SGD(net.parameters())) as diloco:
-        merged = commit_all(daemon, diloco)
-        with torch.no_grad():
-            net[0].weight.zero_()
-        around, twice = nn.ModuleDict({"net": net}), nn.ModuleDict({"a": net, "b": net})
-        diloco.save_merged(wrapped)
-        for module in (wrapped, net, nn.ModuleDict({"stranger": net})):
-            check_merged(module, merged)
-        for module in (around, twice):
-            diloco.save_merged(module)
-            check_merged(module, merged)
-        check_merged(net, merged)
-    assert "own weights" not in caplog.text
-
-
-def test_a_part_that_saves_by_itself_is_merged_in_other_modules_too_and_told_of_before(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole = nn.ModuleDict({"model": nn.ModuleDict({"layer": Pretrained(6, 5)})})
-    inner: Any = whole["model"]["layer"]  # type: ignore[index]
-    with FakeDaemon(folder) as daemon, diloco_node.attach(whole, torch.optim.SGD(whole.parameters())) as diloco:
-        merged = commit_all(daemon, diloco)
-        nn.ModuleDict({"stranger": inner}).state_dict()
-        assert caplog.text.count("own weights") == 1
-        caplog.clear()
-        diloco.save_merged(whole)
-        with torch.no_grad():
-            inner.weight.zero_()
-        state = nn.ModuleDict({"stranger": inner}).state_dict()
-        assert torch.equal(state["stranger.weight"], merged["model.layer.weight"])
-        assert torch.equal(whole.state_dict()["model.layer.weight"], merged["model.layer.weight"])
-    assert "own weights" not in caplog.text
-
-
-def test_what_a_hook_adds_to_a_merged_state_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    net = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
-
-    def add(module: Any, state: dict[str, Any], prefix: str, _: object) -> None:
-        state[f"{prefix}rows"] = state[f"{prefix}weight"][:2]
-
-    with FakeDaemon(folder) as daemon, diloco_node.attach(net, torch.optim.SGD(net.parameters())) as diloco:
-        commit_all(daemon, diloco)
-        diloco.save_merged(net)
-        net.state_dict()
-        assert "own weights" not in caplog.text
-        net[0].register_state_dict_post_hook(add)
-        net.state_dict()
-    assert "state_dict() has '0.rows', which a hook of the script may make of this region's own weights" in caplog.text
-
-
-def test_save_merged_many_times_adds_no_hooks(folder: Path) -> None:
-    net = nn.Linear(6, 5)
-    with FakeDaemon(folder), diloco_node.attach(net, torch.optim.SGD(net.parameters())) as diloco:
-        diloco.save_merged(net)
-        counts = [len(net._load_state_dict_post_hooks), len(net._state_dict_hooks)]
-        for _ in range(5):
-            diloco.save_merged(net)
-        assert [len(net._load_state_dict_post_hooks), len(net._state_dict_hooks)] == counts == [1, 1]

@@ -215,9 +215,7 @@ class Agenda:
         if round_ is None and len(rounds) >= self._history.settings.rounds_in_flight_max:
             return None
         ballot_ns = self._history.settings.ballot_deadline_min_ns
-        if (
-            round_ is not None
-        ):  # where links are slow it takes minutes, and is the only one that can save the last steps
+        if round_ is not None:  # where links are slow it takes minutes, and nothing else merges the last steps
             ballot_ns = max(ballot_ns, first_duration_ns(round_.deadline, round_.attempt))
         is_over = now_ns >= ending.allow(fragment, now_ns=now_ns, ballot_ns=ballot_ns)
         if round_ is None:
