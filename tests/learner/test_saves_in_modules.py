@@ -50,6 +50,21 @@ def test_states_of_modules_in_modules_are_merged_and_nothing_false_is_told(
     assert "own weights" not in caplog.text
 
 
+def test_a_model_within_a_module_whose_states_are_merged_is_merged_by_itself_too(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    around = nn.ModuleDict({"net": net})
+    with FakeDaemon(folder) as daemon, diloco_node.attach(net, torch.optim.SGD(net.parameters())) as diloco:
+        merged = commit_all(daemon, diloco)
+        with torch.no_grad():
+            net[0].weight.zero_()
+        diloco.save_merged(around)
+        check_merged(around, merged)
+        check_merged(net, merged)
+    assert "own weights" not in caplog.text
+
+
 def test_a_part_that_saves_by_itself_is_merged_in_other_modules_too_and_told_of_before(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -408,6 +408,13 @@ def test_a_script_that_fails_before_the_daemon_ends_is_tried_again_and_its_last_
     assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, learner), finish_s=0.0)) == code
 
 
+def test_a_script_that_has_failed_and_waits_for_its_next_life_is_no_success(tmp_path: Path) -> None:
+    learner = LEAVE + "mark(has_left=True)\nnote('learner')\nraise RuntimeError('full')"
+    daemon = NOTE + "wait_for('learner', 1)\nwait_until('waiting')"
+    slow = dataclasses.replace(spec(tmp_path, daemon, learner), backoff_min_s=60.0, backoff_max_s=60.0)
+    assert run_supervisor(slow) == SCRIPT_CODE
+
+
 def test_a_next_life_that_has_not_attached_makes_no_success_of_the_failure_before(tmp_path: Path) -> None:
     learner = LEAVE + (
         "if note('learner') > 1:\n    import signal\n    signal.pause()\nmark(has_left=True)\nraise OSError('full')"

@@ -8,7 +8,7 @@ from diloco_node.core.messages import (
     PayloadDurable,
     ReductionReported,
 )
-from diloco_node.core.rounds.agenda import GIVE_UP_BALLOTS
+from diloco_node.core.rounds.agenda import GIVE_UP_BALLOTS, READY_STEPS
 from diloco_node.core.types import (
     FinishedBody,
 )
@@ -144,7 +144,8 @@ def test_the_last_round_of_slow_learners_has_the_time_that_it_takes() -> None:
     office.go()
     assert {fragment: round_.is_last for fragment, round_ in office.leader.rounds.items()} == {0: True, 1: True}
     begun_ns = office.now_ns
-    while office.now_ns - begun_ns < 2 * GIVE_UP_BALLOTS * SETTINGS.ballot_deadline_min_ns:
+    shortest_ns = READY_STEPS * slow.step_time_ns + GIVE_UP_BALLOTS * SETTINGS.ballot_deadline_min_ns
+    while office.now_ns - begun_ns < shortest_ns + 10 * SECOND:
         office.report(slow)
         office.go(SETTINGS.heartbeat_ns)
     assert [note.text for note in office.notes if "without this round" in note.text] == []
