@@ -28,6 +28,7 @@ from tests.kit.commands import COMMAND, NO_FORK_SERVER
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 25
 REGIONS = 4
 
@@ -96,6 +97,31 @@ def test_a_demo_that_is_interrupted_says_where_it_lies_and_leaves_no_process(tmp
     assert f"diloco-node: interrupted; what there is lies in {tmp_path / 'run'}\n" in said
     assert demo.returncode == INTERRUPTED_CODE
     assert [one for one in supervisors.values() if one is not None and is_alive(one)] == []
+
+
+@pytest.mark.long
+def test_a_script_of_the_users_trains_in_every_region(tmp_path: Path) -> None:
+    """examples/llama.py, with its own loss of the merged model in the report, also after the last merge."""
+    script = [sys.executable, str(ROOT / "examples" / "llama.py"), "--size", "1m", "--batch", "2", "--context", "32"]
+    words = ("demo", "--regions", "2", "--seconds", "12", "--folder", str(tmp_path / "run"), "--json", "--")
+    done = subprocess.run(
+        [*COMMAND, *words, *script, "--steps", "100", "--evaluate-every", "100000"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env=os.environ | NO_FORK_SERVER | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(done.stdout)
+    assert report["equal_digests"]
+    assert report["tokens"]["balanced"]
+    assert report["tokens"]["merged"] / 32 <= report["data"]["rows"] <= report["tokens"]["trained"] / 32
+    assert report["data"]["twice"] == 0
+    logs = [(tmp_path / "run" / r["name"] / "logs" / "learner.log").read_text() for r in report["regions"]]
+    said = {re.findall(r"held-out loss ([0-9.]+)", log)[-1] for log in logs}
+    assert said == {f"{report['val_loss_global']:.4f}"}
+    assert [line for log in logs for line in log.splitlines() if "no checkpoint keeps" in line] == []
 
 
 def test_every_region_holds_the_same_bytes(demo: DemoRun) -> None:

@@ -30,6 +30,7 @@ NEEDS = {
     "lightning_fit.py": ("lightning", "torchdata"),
     "accelerate_loop.py": ("accelerate",),
     "fsdp_loop.py": (),
+    "llama.py": ("transformers",),
     "torchtitan_train.py": ("torchtitan",),
 }
 EXAMPLES = [pytest.param(name, marks=() if name == "accelerate_loop.py" else pytest.mark.long) for name in NEEDS]

@@ -10,6 +10,10 @@ import typer
 
 def demo(
     *,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- COMMAND...]", help="Your training command; default: the built-in trainer."),
+    ] = None,
     regions: Annotated[
         int | None,
         typer.Option("--regions", min=1, max=16, help="Regions on this machine [default: 4, or those of --wan]."),
@@ -80,4 +84,5 @@ def demo(
     if seconds is not None and tokens is not None:
         raise ConfigError("--seconds and --tokens both say when the training ends: give one of them")
     options |= {"seconds": seconds or SECONDS_DEFAULT, "tokens": tokens or 0, "data": tuple(data or ())}
+    options["command"] = tuple(command or ())
     raise typer.Exit(run_demo(DemoOptions(**options)))

@@ -36,3 +36,4 @@ class DemoOptions:
     batches: str = ""
     ranks: str = ""
     shards: str = ""
+    command: tuple[str, ...] = ()

@@ -120,6 +120,7 @@ def build_report(
     *,
     former: Sequence[str] = (),
     wan: dict[str, Any] | None = None,
+    row_tokens: int | None = CONTEXT,
 ) -> dict[str, Any]:
     """The demo's report, one JSON object; the fields are described in docs/lab/demo.md.
 
@@ -127,6 +128,7 @@ def build_report(
         folder: with one folder per region, all daemons ended. regions: the members at the end.
         former: regions that have left before.
         wan: what a demo on an emulated WAN adds (see `lab.demo.demo_wan`); None without one.
+        row_tokens: of a row of the data; None: not known, so rows in no merge are counted and not judged.
 
     Raises StorageError: something that a finished run has is missing or damaged.
     """
@@ -156,7 +158,9 @@ def build_report(
             "faults": list(account.faults),
             "uncounted": [{"learner": learner, "incarnation": number} for learner, number in account.uncounted],
         },
-        "data": _data(entries, sizes, account, has_lost=bool(_replaced(summary, entries))) if summary is None else None,
+        "data": _data(entries, sizes, account, row_tokens, has_lost=bool(_replaced(summary, entries)))
+        if summary is None
+        else None,
         "equal_digests": len(digests) == 1 and None not in digests,
         "val_loss_global": max(global_losses) if global_losses else None,
         "wan": wan,
@@ -164,7 +168,14 @@ def build_report(
     }
 
 
-def _data(entries: Sequence[Entry], sizes: Sequence[int], account: AccountReport, *, has_lost: bool) -> dict[str, Any]:
+def _data(
+    entries: Sequence[Entry],
+    sizes: Sequence[int],
+    account: AccountReport,
+    row_tokens: int | None,
+    *,
+    has_lost: bool,
+) -> dict[str, Any]:
     """Return the count of the rows, and what is wrong with it.
 
     A region that lost its folder may train a row again that was on its way, and its discarded steps are not all known.
@@ -173,7 +184,8 @@ def _data(entries: Sequence[Entry], sizes: Sequence[int], account: AccountReport
     faults = []
     if count.twice and not has_lost:
         faults.append(f"{count.twice} rows are merged twice")
-    if count.unmerged * CONTEXT > free + 1 and not has_lost:  # these sums are rounded to a token
+    # These sums are rounded to a token.
+    if row_tokens is not None and count.unmerged * row_tokens > free + 1 and not has_lost:
         faults.append(f"{count.unmerged:.0f} rows are in no merge, and only {free:,} tokens are discarded or carried")
     return {
         "rows": count.rows,

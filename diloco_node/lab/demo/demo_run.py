@@ -17,6 +17,7 @@ from diloco_node.cli.options import parse_option
 from diloco_node.cli.page.merged import MergedRegions, dashboard_server
 from diloco_node.cli.page.page_report import PAGE_NAME, write_page
 from diloco_node.cli.places import targets_in
+from diloco_node.cli.start import check_command
 from diloco_node.cli.tables import human_bytes, region_cells, table_lines
 from diloco_node.config.budget_settings import parse_ceiling
 from diloco_node.config.units import parse_duration
@@ -112,6 +113,13 @@ def run_demo(options: DemoOptions) -> int:
         raise ConfigError("--outage is laid out for a time: give --seconds, not --tokens")
     if options.budget:
         parse_option("--budget", options.budget, parse_ceiling)
+    check_command(options.command)
+    if options.command and (options.speeds or options.batches or options.ranks or options.shards):
+        raise ConfigError("--speeds, --batches, --ranks and --shard are of the built-in trainer: leave out the command")
+    if options.command and options.has_chaos and options.tokens:
+        raise ConfigError(
+            "a storm of --tokens is laid out for the built-in trainer's pace: give --seconds, or --script"
+        )
     missing = [path for path in options.data if not Path(path).exists()]
     if missing:
         raise ConfigError(f"--data {missing[0]} does not exist; give files or folders of text")
@@ -134,7 +142,7 @@ class Demo:
         self.step_s = parse_option("--step-time", options.step_time, _step_seconds)
         self.settings = comparable(options, self.names, step_seconds=self.step_s)
         per_second = self.mix.tokens_per_second(self.step_s, len(self.names), batch=BATCH, context=CONTEXT)
-        if 0 < options.tokens < TOKENS_MIN_S * per_second:
+        if not options.command and 0 < options.tokens < TOKENS_MIN_S * per_second:
             raise ConfigError(
                 f"--tokens {options.tokens:,} is less than {TOKENS_MIN_S:.0f} s of training: give at least "
                 f"{int(TOKENS_MIN_S * per_second):,}"
@@ -182,6 +190,7 @@ class Demo:
             self.members_now,
             former=sorted({*self.names_ever} - {*self.members_now}),
             wan=self.wan.report() if self.wan is not None else None,
+            row_tokens=None if self.options.command else CONTEXT,
         )
         self.add_course(report)
         report["page"] = str((self.folder / PAGE_NAME).resolve())
@@ -259,7 +268,9 @@ class Demo:
         view.line(f"folder {self.folder}: run.toml, certificates, one folder per region with its logs")
         await self.compile(view)
         joiners = self.storm.plan.joiners if self.storm is not None else ()
-        self.keeper = RegionKeeper(self.folder, self.folder / "run.toml", [*self.regions], view.line, joiners)
+        self.keeper = RegionKeeper(
+            self.folder, self.folder / "run.toml", [*self.regions], view.line, joiners, self.options.command
+        )
         self.members = ScriptedMembers(self.folder, self.regions, self.keeper, self.options.data)
         await self.keeper.start()
         started_s = time.monotonic()
@@ -367,6 +378,10 @@ class Demo:
                 await asyncio.wait_for(self.interrupted.wait(), poll_s)
 
     def _all_step(self) -> bool:
+        """Whether each region trains. Raises DilocoError: a learner has crashed for good."""
+        for region in self.regions:
+            if (region.status.get("learner_process") or {}).get("state") == "stopped":
+                raise DilocoError(f"{region.name}: its learner does not start:\n{region.last_lines()}")
         return all((region.status.get("learner") or {}).get("step", 0) > 0 for region in self.regions)
 
     def _last_lines(self) -> str:

@@ -71,7 +71,7 @@ class RegionKeeper:
         folder: of the demo. config: its run.toml.
         end_reasons: of each region that has ended for good, why; empty when it ended as it should.
         is_starting: not all have trained yet: who ends then is not started again, for its settings may be wrong.
-        joiners: regions that may be added later.
+        joiners: regions that may be added later. command: of their learners; empty: the built-in trainer.
         leaving: regions that leave the run: one of them that ends with 0 has left.
         emptied: regions whose folder is put aside before their next start, into `lost` of the demo's folder.
     """
@@ -81,6 +81,7 @@ class RegionKeeper:
     regions: list[RegionProcess]
     say: Callable[[str], None]
     joiners: Sequence[str] = ()
+    command: Sequence[str] = ()
     leaving: set[str] = field(default_factory=set)
     emptied: set[str] = field(default_factory=set)
     end_reasons: dict[str, str] = field(default_factory=dict)
@@ -184,7 +185,7 @@ class RegionKeeper:
             await asyncio.sleep(GONE_POLL_S)
 
     async def _start(self, region: RegionProcess) -> None:
-        await region.start(self.config)
+        await region.start(self.config, self.command)
         assert region.process is not None
         self._supervisors[region.name] = process_of(region.process.pid)
         self._save()

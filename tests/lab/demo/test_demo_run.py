@@ -3,6 +3,7 @@
 import asyncio
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from diloco_node.lab.cli import demo as command_module
 from diloco_node.lab.demo import demo_run as run_module
 from diloco_node.lab.demo import faulty_region as demo_region
 from diloco_node.lab.demo.demo_options import DemoOptions
-from diloco_node.lab.demo.demo_run import Demo
+from diloco_node.lab.demo.demo_run import Demo, run_demo
 from diloco_node.lab.demo.live import LiveView
 from diloco_node.numeric import NS_PER_S
 from diloco_node.unix_sockets import Process
@@ -107,6 +108,34 @@ async def test_what_goes_on_beside_the_training_ends_with_it(demo: Demo) -> None
     async with demo.beside(asyncio.sleep(600), "storm"):  # type: ignore[arg-type]
         await asyncio.sleep(0)
     assert [task.cancelled() for task in demo.tasks] == [True]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (DemoOptions(command=("pythn", "x.py")), "'pythn' is not found"),
+        (DemoOptions(command=("python", "nowhere.py")), "'nowhere.py' is not found"),
+        (DemoOptions(command=("true",), batches="8,8,8,8"), "are of the built-in trainer"),
+        (DemoOptions(command=("true",), has_chaos=True, tokens=1_000_000), "give --seconds, or --script"),
+    ],
+)
+def test_a_command_that_no_demo_can_run_is_refused_before_the_first_file(
+    options: DemoOptions, text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        run_demo(replace(options, folder=tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_learner_that_never_starts_ends_the_demo_with_its_last_lines(demo: Demo) -> None:
+    demo.prepare()
+    assert demo._all_step() is False
+    log = demo.folder / "us-west" / "logs" / "start.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("ModuleNotFoundError: No module named 'torch'\n")
+    demo.regions[1].status = {"learner_process": {"state": "stopped"}}
+    with pytest.raises(DilocoError, match="us-west: its learner does not start:\nModuleNotFoundError"):
+        demo._all_step()
 
 
 def test_every_region_of_a_demo_looks_for_faults_in_its_folder(demo: Demo) -> None:

@@ -40,6 +40,8 @@ class MadeUpRegion(RegionProcess):
     async def start(self, config: Path, command: Sequence[str] = ()) -> None:
         self.state_dir.mkdir(exist_ok=True)
         (self.state_dir / "code").touch()
+        with (self.state_dir / "commands").open("a") as file:
+            file.write(" ".join(command) + "\n")
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-S", "-c", SUPERVISOR, str(self.state_dir.resolve())
         )
@@ -52,7 +54,7 @@ class MadeUpRegion(RegionProcess):
 @pytest.fixture
 async def keeper(tmp_path: Path) -> AsyncIterator[RegionKeeper]:
     regions = [MadeUpRegion(name, 0, tmp_path / name) for name in ("a", "b")]
-    made = RegionKeeper(tmp_path, tmp_path / "run.toml", regions, lambda _: None, is_starting=False)
+    made = RegionKeeper(tmp_path, tmp_path / "run.toml", regions, lambda _: None, (), ("python", "loop.py"), is_starting=False)
     try:
         await made.start()
         await eventually(lambda: all(len(region.lives()) == 1 for region in regions))
@@ -86,6 +88,7 @@ async def test_a_killed_supervisor_is_started_again_without_what_it_left(keeper:
     await eventually(lambda: len(find_left_behind(region.state_dir)) == 1)
     assert len(region.lives()) == 3
     assert len(other.lives()) == 1
+    assert (region.state_dir / "commands").read_text() == 3 * "python loop.py\n"
     assert not keeper.is_over
 
 
