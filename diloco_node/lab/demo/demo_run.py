@@ -141,8 +141,10 @@ class Demo:
         self.mix = parse_mix(options.speeds, options.batches, self.names, ranks=options.ranks, shards=options.shards)
         self.step_s = parse_option("--step-time", options.step_time, _step_seconds)
         self.settings = comparable(options, self.names, step_seconds=self.step_s)
-        per_second = self.mix.tokens_per_second(self.step_s, len(self.names), batch=BATCH, context=CONTEXT)
-        if not options.command and 0 < options.tokens < TOKENS_MIN_S * per_second:
+        per_second: float | None = None  # of a user's script nobody knows it
+        if not options.command:
+            per_second = self.mix.tokens_per_second(self.step_s, len(self.names), batch=BATCH, context=CONTEXT)
+        if per_second is not None and 0 < options.tokens < TOKENS_MIN_S * per_second:
             raise ConfigError(
                 f"--tokens {options.tokens:,} is less than {TOKENS_MIN_S:.0f} s of training: give at least "
                 f"{int(TOKENS_MIN_S * per_second):,}"

@@ -59,6 +59,7 @@ def comparable(options: DemoOptions, names: Sequence[str], *, step_seconds: floa
         "regions": sorted(names),
         "step_seconds": step_seconds,
         "data": [str(Path(path).resolve()) for path in options.data],
+        "command": list(options.command),
         "wan": str(options.wan.resolve()) if options.wan is not None else None,
     }
 
@@ -109,7 +110,7 @@ class DemoStorm:
     Args:
         options: of the demo. names: its regions. folder: of the demo.
         settings: of the demo, as `comparable` has them: a baseline must have the same.
-        tokens_per_second: of the demo, undisturbed.
+        tokens_per_second: of the demo, undisturbed; None: not known, so a script is carried out whole.
 
     Attributes:
         plan: what is struck. With `--tokens` it is much longer than the training should be: the demo ends the storm.
@@ -125,12 +126,15 @@ class DemoStorm:
         folder: Path,
         settings: Mapping[str, Any],
         *,
-        tokens_per_second: float,
+        tokens_per_second: float | None,
     ) -> None:
         self._options = options
         self._folder = folder
-        self.calm_tokens = int(CALM_S * tokens_per_second)
-        if options.tokens:
+        script = FaultPlan(()) if options.script is None else read_script(options.script, names)
+        self.calm_tokens = int(CALM_S * tokens_per_second) if tokens_per_second is not None else 0
+        if options.tokens and tokens_per_second is None:
+            end_ns = max((fault.at_ns + 1 for fault in script.faults), default=0)
+        elif options.tokens and tokens_per_second is not None:
             if options.tokens <= self.calm_tokens:
                 raise ConfigError(
                     f"--chaos is calm for the last {self.calm_tokens:,} tokens, {CALM_S:.0f} s of training: take more "
@@ -143,10 +147,9 @@ class DemoStorm:
                 raise ConfigError(f"--chaos is calm for the last {CALM_S:.0f} s: take more --seconds than that")
         self._mtbf = parse_option("--mtbf", options.mtbf or MTBF_DEFAULT, parse_duration)
         self._notice_ns = parse_option("--notice", options.notice, parse_duration).ns if options.notice else 0
-        script = FaultPlan(()) if options.script is None else read_script(options.script, names)
         self.plan = script.until(end_ns)
         sure_ns = end_ns
-        if options.tokens:
+        if options.tokens and tokens_per_second is not None:
             region_rate = tokens_per_second / len(names) / NS_PER_S
             sure_ns = earliest_ns(self.plan, names, (options.tokens - self.calm_tokens) / region_rate)
         if late := [fault for fault in script.faults if fault.kind in ORDERS and fault.at_ns >= sure_ns]:

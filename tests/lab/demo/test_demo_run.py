@@ -25,7 +25,8 @@ from diloco_node.numeric import NS_PER_S
 from diloco_node.unix_sockets import Process
 
 NOBODY = Process(2, 1, "")
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture
@@ -55,6 +56,19 @@ def test_each_command_in_an_examples_script_gives_all_of_its_orders(name: str, t
         assert len(orders) == sum(
             f'"do": "{kind}"' in line for line in script.read_text().splitlines() for kind in ORDERS
         )
+
+
+def test_a_script_beside_a_users_command_is_carried_out_whole() -> None:
+    """Nobody knows the command's pace, so nobody knows when its tokens are trained."""
+    script = EXAMPLES / "real_run.jsonl"
+    command = next(line for line in script.read_text().splitlines() if line.startswith("# diloco-node demo "))
+    words, _, learner = command.partition(" -- ")
+    tokens = int(words.split("--tokens ")[1].split()[0])
+    options = DemoOptions(tokens=tokens, wan=ROOT / "netem" / "us-4.toml", script=script, command=(learner,))
+    storm = Demo(options, ROOT / "nowhere").storm
+    assert storm is not None
+    assert len(storm.plan.faults) == sum(line.startswith("{") for line in script.read_text().splitlines()) == 13
+    assert storm.calm_tokens == 0
 
 
 async def test_the_wan_is_removed_also_when_a_region_can_not_be_stopped(demo: Demo) -> None:

@@ -54,7 +54,9 @@ class MadeUpRegion(RegionProcess):
 @pytest.fixture
 async def keeper(tmp_path: Path) -> AsyncIterator[RegionKeeper]:
     regions = [MadeUpRegion(name, 0, tmp_path / name) for name in ("a", "b")]
-    made = RegionKeeper(tmp_path, tmp_path / "run.toml", regions, lambda _: None, (), ("python", "loop.py"), is_starting=False)
+    made = RegionKeeper(
+        tmp_path, tmp_path / "run.toml", regions, lambda _: None, (), ("python", "loop.py"), is_starting=False
+    )
     try:
         await made.start()
         await eventually(lambda: all(len(region.lives()) == 1 for region in regions))

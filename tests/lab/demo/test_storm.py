@@ -168,7 +168,7 @@ UNCOMPARED = (
 OTHER_VALUES: dict[str, Any] = {
     "seconds": 61, "tokens": 50_000, "data": ("/text",), "seed": 5, "wan": Path("/us-4.toml"),
     "has_outage": True, "budget": "1Mbit/s", "speeds": "1,2,2", "batches": "8,8,4", "ranks": "2,1,1",
-    "shards": "fsdp,none,none",
+    "shards": "fsdp,none,none", "command": ("python", "loop.py"),
 }  # fmt: skip
 """Another value of each option that is compared."""
 
