@@ -30,24 +30,24 @@ def members(small: Small, after: int) -> set[str]:
 
 def test_an_expelled_region_is_in_no_round_and_a_readmitted_one_is_again(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
-    small.go(8)
+    small.go(4)
     victim = small.others()[0]
     assert order(small, victim) == ""
-    small.go(6)
+    small.go(3)
     assert DiskNamedBody(victim, EXPELLED) in small.bodies()
     count = len(small.bodies())
-    small.go(8)
+    small.go(4)
     assert members(small, count) == set(small.hosts) - {victim}
     assert all(host.core.history.expelled == {victim} for name, host in small.hosts.items() if name != victim)
     assert "is expelled already" in order(small, victim)
     assert small.view(small.leader()).leader != victim
     assert order(small, victim, is_lifted=True) == ""
-    small.go(15)
+    small.go(10)
     disk = small.hosts[victim].disk.id
     named = [body for body in small.bodies() if isinstance(body, DiskNamedBody)]
     assert named == [DiskNamedBody(victim, EXPELLED), DiskNamedBody(victim, b""), DiskNamedBody(victim, disk)]
     count = len(small.bodies())
-    small.go(8)
+    small.go(4)
     assert members(small, count) == set(small.hosts)
     assert "is not expelled" in order(small, victim, is_lifted=True)
     small.settle()

@@ -111,13 +111,13 @@ def test_a_joiner_whose_disk_is_full_joins_once_there_is_room(patch: pytest.Monk
     (joiner,) = small.sim.setup.joiners
     host = small.hosts[joiner]
     assert isinstance(host, DaemonHost)
-    small.go(6)
+    small.go(3)
     assert order(small, joiner, "contributor") == ""
     start(small, joiner)
     small.sim.run_until(lambda: is_fetching(small, joiner))
     host.folder_disk.is_full = True
     count = len(small.bodies())
-    small.go(6)
+    small.go(4)
     assert merged(small, count) == set(small.sim.setup.founders), "the others go on without it"
     assert not holds_state(small, joiner)
     assert not is_named(small, joiner)
@@ -125,7 +125,7 @@ def test_a_joiner_whose_disk_is_full_joins_once_there_is_room(patch: pytest.Monk
     small.go(10)
     assert is_named(small, joiner)
     count = len(small.bodies())
-    small.go(5)
+    small.go(3)
     assert joiner in merged(small, count)
     small.settle()
 

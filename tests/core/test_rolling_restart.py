@@ -16,7 +16,7 @@ from tests.lab.sim.test_slow_disks import gaps_between_commits
 
 pytestmark = pytest.mark.world
 
-DOWN_S, WATCHED_S = 2, 8
+DOWN_S, WATCHED_S = 2, 5
 
 
 def test_all_regions_start_again_in_turn_and_merging_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,10 +25,10 @@ def test_all_regions_start_again_in_turn_and_merging_goes_on(monkeypatch: pytest
     small = Small(monkeypatch, 4, joiners=1, host_type=DaemonHost)
     (joiner,) = small.sim.setup.joiners
     settings = small.sim.setup.settings
-    small.go(6)
+    small.go(3)
     assert order(small, joiner, "contributor") == ""
     start(small, joiner)
-    small.go(8)
+    small.go(5)
     usual = gaps_between_commits(small, WATCHED_S)
     # One ballot that has the region may fail; and a leader that goes is followed by an election at worst.
     limit_s = (settings.ballot_deadline_min_ns + settings.election_timeout_ns) / SECOND + 2 * max(usual)
