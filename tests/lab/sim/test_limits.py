@@ -2,6 +2,7 @@
 
 import pytest
 
+from diloco_node.core.ledger import replication
 from diloco_node.lab.sim.limits import LOW, lowered_limits
 
 
@@ -33,3 +34,9 @@ def test_modules_that_share_a_limit_get_the_same() -> None:
     for seed in range(10):
         with lowered_limits(seed):
             assert all(len({getattr(module, name) for module in modules}) == 1 for name, _, modules in LOW)
+
+
+def test_a_follower_has_room_for_one_batch() -> None:
+    for seed in range(100):
+        with lowered_limits(seed) as names:
+            assert replication.BATCH_ENTRIES_MAX <= replication.STAGED_ENTRIES_MAX, (seed, names)
