@@ -230,7 +230,7 @@ def change_members(
     Raises DilocoError: the region does not answer, or refuses; or the key or the member is not there.
     """
     from diloco_node.core.ledger.roster import Membership, Roster
-    from diloco_node.core.member_kind import MemberKind, MembershipBody
+    from diloco_node.core.member_kind import WITNESS_NAME, MemberKind, MembershipBody
     from diloco_node.transport.authority import sign
 
     run_id, members = _members(folder)
@@ -238,7 +238,8 @@ def change_members(
     before = Roster(lines, members["changes"])
     if address is None and before.kind_of(name) is MemberKind.FORMER:
         names = ", ".join(before.disks)
-        raise ConfigError(f"{name} is no member of the run, which has {names}: `members add` makes it one")
+        verb = "witness URL" if name == WITNESS_NAME else "add"
+        raise ConfigError(f"{name} is no member of the run, which has {names}: `members {verb}` makes it one")
     roster = before.changed(MembershipBody(name, kind, address or ""))
     signature = sign(key, roster.statement(run_id)).hex()
     order = {"region": name, "kind": kind, "address": address, "changes": roster.changes}

@@ -119,6 +119,8 @@ def start(
         if settings.model.hf is not None:
             kind = "the folder" if Path(settings.model.hf).is_absolute() else "of the model hub:"
             changes.append(f"model.hf is {kind} {settings.model.hf}")
+        elif join is not None and not settings.data.paths:
+            changes.append("trains on the standard library's sources: --data, or data.paths in run.toml, has other text")
     check_start(settings, region, command or ())
     spec = dataclasses.replace(prepare(settings, region, command or ()), is_verbose=verbose)
     if serve:
@@ -130,7 +132,7 @@ def start(
         spec = dataclasses.replace(spec, learner_command=None, preload=())
         changes = ["serves until all other regions have told it that they have the end; Ctrl-C ends it before"]
     if len(settings.regions) == 2:
-        changes.append("with two regions merging stops when either is gone (training goes on); use three")
+        changes.append("of two regions neither merges alone (training goes on): use three, or `members witness`")
     for line in changes:
         sys.stderr.write(f"diloco-node: {line}\n")
     from diloco_node.supervisor.supervisor import run_supervisor

@@ -47,7 +47,7 @@ PEER_DOWN: Final = AlertKind(
     "A-PEER-DOWN",
     Mark.WARNING,
     "This region does not hear a peer.",
-    "Start it on its machine. If it runs, look at address, firewall and log.",
+    "Start it on its machine; a new one with `--join`. If it runs, look at address, firewall and log.",
     "diloco-node start --region {region}",
 )
 NO_COMMIT: Final = AlertKind(
