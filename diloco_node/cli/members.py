@@ -92,10 +92,17 @@ def witness(
     from diloco_node.storage.object_store import bucket_scheme
     from diloco_node.storage.swapped_object import FOLDER, RECORD, SwappedObject
 
+    rows = _members(region_folder(place, config))[1]["rows"]
+    if bucket_url := next((row["address"] for row in rows if row["kind"] == "witness"), ""):
+        raise ConfigError(
+            f"the run has its witness at {bucket_url}: for another one, `members remove {WITNESS_NAME}` first"
+        )
     bucket = SwappedObject(url, bucket_scheme(url))
     bucket.check(FOLDER)
     if bucket.read_tagged(RECORD, RECORD_BYTES_MAX) is not None:
-        raise ConfigError(f"{url} holds the record of a witness already: remove {RECORD} there, or name another place")
+        raise ConfigError(
+            f"{url} holds the record of a witness: name another place, or remove {RECORD} there, if no run counts on it"
+        )
     _change(WITNESS_NAME, "witness", place, config, key, address=url)
 
 

@@ -120,7 +120,9 @@ def start(
             kind = "the folder" if Path(settings.model.hf).is_absolute() else "of the model hub:"
             changes.append(f"model.hf is {kind} {settings.model.hf}")
         elif join is not None and not settings.data.paths:
-            changes.append("trains on the standard library's sources: --data, or data.paths in run.toml, has other text")
+            changes.append(
+                "trains on the standard library's sources: --data, or data.paths in run.toml, has other text"
+            )
     check_start(settings, region, command or ())
     spec = dataclasses.replace(prepare(settings, region, command or ()), is_verbose=verbose)
     if serve:

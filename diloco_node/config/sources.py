@@ -104,8 +104,8 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
         tree = TomlConfigSettingsSource(Tree, toml_file=path)()
     except FileNotFoundError:
         raise ConfigError(
-            f"{path} does not exist: name the run's settings with --config run.toml; `init` makes them for a new run, "
-            "`start --join` for a region that joins one"
+            f"{path} does not exist: name the run's settings with --config run.toml, or let `init` write them, or "
+            "`start --join`"
         ) from None
     except OSError as error:
         raise ConfigError(

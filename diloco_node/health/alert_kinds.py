@@ -214,7 +214,7 @@ DIGEST_DIFFERS: Final = AlertKind(
 LEDGER_FORKS: Final = AlertKind(
     "A-LEDGER-FORKS",
     Mark.FAILED,
-    "Two ledgers differ as none can: a state folder is an older copy, or a region lies.",
+    "Two ledgers differ as none can: a state folder or a witness's record is an older copy, or a region lies.",
     "Stop the region with the copy, empty its folder, and start it. Nothing here was dropped.",
     "diloco-node ledger {state}",
 )

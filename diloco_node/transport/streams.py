@@ -467,7 +467,7 @@ def explain(details: str) -> str:
     # shows as a connection that ends before any HTTP/2 settings came.
     if "failed to connect" in details and ("Socket closed" in details or "Connection reset" in details):
         return (
-            "the peer closed the connection after the handshake: it does not trust our certificate, is stopping, or its "
-            "clock is wrong"
+            "the peer closed the connection after the handshake: it does not trust our certificate, is stopping, or "
+            "its clock is wrong"
         )
     return details.replace("\n", " ")[:300]
