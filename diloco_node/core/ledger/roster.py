@@ -264,7 +264,7 @@ class Roster:
         if disk == EXPELLED:
             return f"{region} is expelled: readmit it first"
         if disk in (NO_DISK, EVICTED):
-            return f"the disk of {region} does not hold yet what is committed: it gets no vote before"
+            return f"the disk of {region} does not hold yet what is committed: `members list` says what it waits for"
         return ""
 
 
