@@ -133,8 +133,6 @@ def start(
         dataclasses.replace(NodeSpec.load(node_file), is_serving=True).save(node_file)
         spec = dataclasses.replace(spec, learner_command=None, preload=())
         changes = ["serves until all other regions have told it that they have the end; Ctrl-C ends it before"]
-    if len(settings.regions) == 2:
-        changes.append("of two regions neither merges alone (training goes on): use three, or `members witness`")
     for line in changes:
         sys.stderr.write(f"diloco-node: {line}\n")
     from diloco_node.supervisor.supervisor import run_supervisor
