@@ -443,7 +443,7 @@ class LedgerCore(LedgerState):
     def _contradict(self, peer: str, contradiction: str) -> None:
         if self.contradictions.get(peer) != contradiction:
             self.contradictions[peer] = contradiction
-            self._gate.note(f"term {self.term}: {contradiction}", is_alarm=True)
+            self._note(contradiction, is_alarm=True)
 
     def _refuse(self, peer: str, sequence: int, *, hint: int) -> None:
         self._gate.send(peer, AppendEntriesReply(self.term, sequence, False, hint, ZERO_HASH, self._disk))
