@@ -137,8 +137,7 @@ class MemoryStore:
         # Closing a socket does not wake a thread that accepts on it; shutting it down does.
         self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(REQUEST_TIMEOUT_S)
-        self._socket.close()
-        self.path.unlink(missing_ok=True)
+        self._socket.close()  # its file stays: by now it may be that of another, in a folder that was emptied meanwhile
         for area in self._areas.values():
             os.close(area)
         self._areas.clear()

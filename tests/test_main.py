@@ -123,8 +123,8 @@ def test_without_run_toml_the_error_says_what_to_do(tmp_path: Path, capsys: pyte
     (tmp_path / "run.toml").unlink()
     assert main(["config", "show"]) == 2
     assert capsys.readouterr().err == (
-        "diloco-node: run.toml does not exist: name the run's settings with --config run.toml "
-        "(E-CONFIG; diloco-node help E-CONFIG)\n"
+        "diloco-node: run.toml does not exist: name the run's settings with --config run.toml, or let `init` write "
+        "them, or `start --join` (E-CONFIG; diloco-node help E-CONFIG)\n"
     )
 
 

@@ -140,6 +140,10 @@ def order(folder: Path, path: str, document: Mapping[str, Any]) -> dict[str, Any
     try:
         with post(folder, path, document) as answer:
             body = dict(json.loads(answer.read(ANSWER_BYTES_MAX)))
+    except PermissionError as error:
+        raise ConfigError(
+            f"{error.filename or folder} is closed to you: give orders as the user that runs {folder.name}"
+        ) from None
     except (OSError, ValueError, TypeError, RecursionError, http.client.HTTPException) as error:
         raise PeersUnreachable(
             f"the daemon of {folder.name} in {folder} does not answer ({error}); is it running?"

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from diloco_node.cli.places import CopiesArgument, copies_or_run
+from diloco_node.cli.places import CopiesArgument, copies_or_run, folders_with
 from diloco_node.cli.tables import table_lines
 from diloco_node.errors import ConfigError
 from diloco_node.escaping import escaped
@@ -82,10 +82,14 @@ def copy(
     """
     from diloco_node.daemon.checkpoint_copies import CheckpointCopies, copies_at
     from diloco_node.daemon.checkpoints import copy_copy, copy_region
+    from diloco_node.daemon.manifest_file import MANIFEST_NAME
     from diloco_node.daemon.run_files import region_folders
+    from diloco_node.storage.object_store import folder_of
 
     if version is not None and step is not None:
         raise ConfigError("--version and --step both name a version: give one of them")
+    if (folder := folder_of(target)) is not None and folders_with(MANIFEST_NAME, folder):
+        raise ConfigError(f"{target} holds a region's state, which a copy would hide: name a folder of its own")
     source, copies_to = copies_or_run(place), CheckpointCopies(target)
     copies = copies_at(source)
     if copies is None:

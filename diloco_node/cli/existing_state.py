@@ -31,7 +31,8 @@ def check_begun(config: NodeConfig, region: str) -> tuple[str, list[str]]:
             from diloco_node.daemon.past_run import check_past_init
 
             check_past_init(config.run.init)
-        return "", []
+        news = "of two regions neither merges alone (training goes on): use three, or `members witness` later"
+        return "", [news] * (len(config.regions) == 2)
     # Who joined knows the founders by the ledger: its run.toml has all members of that day.
     founders = [name for name, section in config.regions.items() if not section.joined]
     has_joined = config.regions[region].joined > 0

@@ -92,10 +92,17 @@ def witness(
     from diloco_node.storage.object_store import bucket_scheme
     from diloco_node.storage.swapped_object import FOLDER, RECORD, SwappedObject
 
+    rows = _members(region_folder(place, config))[1]["rows"]
+    if bucket_url := next((row["address"] for row in rows if row["kind"] == "witness"), ""):
+        raise ConfigError(
+            f"the run has its witness at {bucket_url}: for another one, `members remove {WITNESS_NAME}` first"
+        )
     bucket = SwappedObject(url, bucket_scheme(url))
     bucket.check(FOLDER)
     if bucket.read_tagged(RECORD, RECORD_BYTES_MAX) is not None:
-        raise ConfigError(f"{url} holds the record of a witness already: remove {RECORD} there, or name another place")
+        raise ConfigError(
+            f"{url} holds the record of a witness: name another place, or remove {RECORD} there, if no run counts on it"
+        )
     _change(WITNESS_NAME, "witness", place, config, key, address=url)
 
 
@@ -230,7 +237,7 @@ def change_members(
     Raises DilocoError: the region does not answer, or refuses; or the key or the member is not there.
     """
     from diloco_node.core.ledger.roster import Membership, Roster
-    from diloco_node.core.member_kind import MemberKind, MembershipBody
+    from diloco_node.core.member_kind import WITNESS_NAME, MemberKind, MembershipBody
     from diloco_node.transport.authority import sign
 
     run_id, members = _members(folder)
@@ -238,7 +245,8 @@ def change_members(
     before = Roster(lines, members["changes"])
     if address is None and before.kind_of(name) is MemberKind.FORMER:
         names = ", ".join(before.disks)
-        raise ConfigError(f"{name} is no member of the run, which has {names}: `members add` makes it one")
+        verb = "witness URL" if name == WITNESS_NAME else "add"
+        raise ConfigError(f"{name} is no member of the run, which has {names}: `members {verb}` makes it one")
     roster = before.changed(MembershipBody(name, kind, address or ""))
     signature = sign(key, roster.statement(run_id)).hex()
     order = {"region": name, "kind": kind, "address": address, "changes": roster.changes}

@@ -119,6 +119,10 @@ def start(
         if settings.model.hf is not None:
             kind = "the folder" if Path(settings.model.hf).is_absolute() else "of the model hub:"
             changes.append(f"model.hf is {kind} {settings.model.hf}")
+        elif join is not None and not settings.data.paths:
+            changes.append(
+                "trains on the standard library's sources: --data, or data.paths in run.toml, has other text"
+            )
     check_start(settings, region, command or ())
     spec = dataclasses.replace(prepare(settings, region, command or ()), is_verbose=verbose)
     if serve:
@@ -129,8 +133,6 @@ def start(
         dataclasses.replace(NodeSpec.load(node_file), is_serving=True).save(node_file)
         spec = dataclasses.replace(spec, learner_command=None, preload=())
         changes = ["serves until all other regions have told it that they have the end; Ctrl-C ends it before"]
-    if len(settings.regions) == 2:
-        changes.append("with two regions merging stops when either is gone (training goes on); use three")
     for line in changes:
         sys.stderr.write(f"diloco-node: {line}\n")
     from diloco_node.supervisor.supervisor import run_supervisor

@@ -103,7 +103,10 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
         text = path.read_text(encoding="utf-8")
         tree = TomlConfigSettingsSource(Tree, toml_file=path)()
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist: name the run's settings with --config run.toml") from None
+        raise ConfigError(
+            f"{path} does not exist: name the run's settings with --config run.toml, or let `init` write them, or "
+            "`start --join`"
+        ) from None
     except OSError as error:
         raise ConfigError(
             f"{path} can't be read ({error.strerror}): name the settings with --config run.toml"

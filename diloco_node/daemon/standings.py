@@ -74,16 +74,20 @@ class Standings:
             for name, turn in turn_of.items():
                 turns[name].append(turn)
         steps_all = sum(turn.steps for of_region in turns.values() for turn in of_region)
-        return [self._row(name, turns[name], steps_all) for name in sorted(turns)]
+        # A region that merges alone beside a witness outweighs nobody: rounds of two or more say who does.
+        shared = [turn_of for turn_of in self._rounds if len(turn_of) > 1] or list(self._rounds)
+        return [self._row(name, turns[name], shared, steps_all) for name in sorted(turns)]
 
-    def _row(self, name: str, turns: Sequence[_Turn], steps_all: int) -> dict[str, Any]:
+    def _row(
+        self, name: str, turns: Sequence[_Turn], shared: Sequence[Mapping[str, _Turn]], steps_all: int
+    ) -> dict[str, Any]:
         steps, recent = sum(turn.steps for turn in turns), turns[-TOKEN_ROUNDS:]
         cosines = self._cosines.get(name, ())
         return {
             "region": name,
             "rounds": len(turns),
             "tokens_per_step": sum(turn.tokens for turn in recent) / sum(turn.steps for turn in recent),
-            "weight_share": sum(turn.weight_share for turn in turns) / len(self._rounds),
+            "weight_share": sum(turn_of[name].weight_share for turn_of in shared if name in turn_of) / len(shared),
             "steps_share": steps / steps_all,
             "length_ratio": _telling(turns),
             "cosine": sum(cosines) / len(cosines) if cosines else None,

@@ -47,7 +47,7 @@ PEER_DOWN: Final = AlertKind(
     "A-PEER-DOWN",
     Mark.WARNING,
     "This region does not hear a peer.",
-    "Start it on its machine. If it runs, look at address, firewall and log.",
+    "Start it on its machine; a new one with `--join`. If it runs, look at address, firewall and log.",
     "diloco-node start --region {region}",
 )
 NO_COMMIT: Final = AlertKind(
@@ -214,7 +214,7 @@ DIGEST_DIFFERS: Final = AlertKind(
 LEDGER_FORKS: Final = AlertKind(
     "A-LEDGER-FORKS",
     Mark.FAILED,
-    "Two ledgers differ as none can: a state folder is an older copy, or a region lies.",
+    "Two ledgers differ as none can: a state folder or a witness's record is an older copy, or a region lies.",
     "Stop the region with the copy, empty its folder, and start it. Nothing here was dropped.",
     "diloco-node ledger {state}",
 )

@@ -106,6 +106,8 @@ def open_objects(place: str | Path) -> Objects:
 def bucket_scheme(url: str) -> str:
     """The scheme of a bucket's URL, a key of CREDENTIALS. Raises ConfigError, as `open_objects`."""
     address = urlsplit(url)
+    if folder_of(url) is not None:  # a copy goes there without a scheme; whoever asks for one wants to compare and swap
+        raise ConfigError(f"{url} is a folder, which can't be a witness: give s3://BUCKET/PREFIX, gs:// or az://")
     if "@" in address.netloc or address.query:
         keys = CREDENTIALS.get(address.scheme, "the variables of that store")
         raise ConfigError(

@@ -34,6 +34,14 @@ try may be slower than the peer, or faster.
 """
 
 
+_DATES: Final = {
+    "certificate has expired": "the certificate there has ended by this machine's clock: set that if it is wrong, else "
+    "renew the member's with `diloco-node certs renew`",
+    "certificate is not yet valid": "the certificate there begins later than this machine's clock says: set that",
+}
+"""OpenSSL's words for the dates of a peer's certificate, and ours."""
+
+
 @dataclass(frozen=True, slots=True)
 class PeerAnswer:
     """The answer of the process at a peer's address.
@@ -78,7 +86,8 @@ def region_at(folder: Path, identity: Identity, address: str, *, timeout_s: floa
         region, _ = names_of(x509.load_der_x509_certificate(encoding or b""), address)
     except ssl.SSLCertVerificationError as error:
         raise PeerCertificateRefused(
-            f"the certificate there is of another authority than that of run {identity.run_id}, or has ended "
+            _DATES.get(error.verify_message)
+            or f"the certificate there is of another authority than that of run {identity.run_id} "
             f"({error.verify_message}): give the address of one of its regions, or take the folder of that other run"
         ) from None
     except (ssl.SSLError, IdentityError) as error:

@@ -466,5 +466,8 @@ def explain(details: str) -> str:
     # TLS 1.3: the dialer's handshake is over before the peer has looked at the dialer's certificate. A refusal then
     # shows as a connection that ends before any HTTP/2 settings came.
     if "failed to connect" in details and ("Socket closed" in details or "Connection reset" in details):
-        return "the peer closed the connection after the handshake: it does not trust our certificate, or is stopping"
+        return (
+            "the peer closed the connection after the handshake: it does not trust our certificate, is stopping, or "
+            "its clock is wrong"
+        )
     return details.replace("\n", " ")[:300]

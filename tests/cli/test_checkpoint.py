@@ -271,6 +271,8 @@ def test_a_store_that_refuses_is_named_with_what_helps(
         ("ftp://host/run", "names no store: give s3://BUCKET/PREFIX"),
         ("s3:///run", "names no store"),
         ("file://host/run", "names no store"),
+        (str(run / "a"), "which a copy would hide: name a folder of its own"),
+        (str(run), "which a copy would hide"),
     ):
         code, text = told("checkpoint", "copy", run / "a", url)
         assert (code, phrase in text) == (2, True), text

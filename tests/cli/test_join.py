@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import datetime as dt
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from diloco_node.cli.join import join_run
 from diloco_node.cli.options import load
 from diloco_node.daemon import run_record
 from diloco_node.errors import ConfigError, DilocoError, IdentityError, PeersUnreachable
-from diloco_node.transport.authority import add_regions, init_run
+from diloco_node.transport.authority import add_regions, init_run, renew_regions
 from diloco_node.wire.envelope import LinkRole
 from diloco_node.wire.run_shown import MemberShown, RunShown
 from tests.kit.transport_kit import RUN, Mesh, address, meshed
@@ -218,6 +220,14 @@ async def test_each_wrong_way_is_one_line(mesh: Mesh, tmp_path: Path) -> None:
     assert "is missing" in await refusal(IdentityError, run__certs_dir="nowhere")
     init_run(tmp_path / "other", "other", ["d"])
     assert "of another authority than that of run other" in await refusal(IdentityError, run__certs_dir="other")
+    add_regions(tmp_path / "run", ["e"])
+    for days, words in ((-400, "has ended by this machine's clock"), (400, "begins later than this machine's clock")):
+        renew_regions(tmp_path / "run", ["e"], now=dt.datetime.now(dt.UTC) + dt.timedelta(days=days))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tmp_path / "run" / "e" / "node.pem", tmp_path / "run" / "e" / "node.key")
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context)
+        async with server:
+            assert words in await refusal(IdentityError, f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
     assert "a itself runs there already" in await refusal(ConfigError, region="a")
     assert "was added at d.example:7400" in await refusal(ConfigError, regions__d__address="d2.example:7400")
     measuring, _ = await mesh.start("c", {"d": None}, role=LinkRole.MEASURING)

@@ -1,6 +1,7 @@
 """`diloco-node budget set`, `quarantine lift` and `learner start` against a real admin socket."""
 
 import asyncio
+import errno
 import json
 import threading
 from collections.abc import Iterator, Mapping
@@ -262,6 +263,23 @@ def test_a_daemon_that_is_gone(region: Region, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.usefixtures("region")
+def test_whoever_may_not_read_the_token_is_told_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not that the region may be down."""
+    read = Path.read_text
+
+    def refuse(path: Path, *words: Any, **options: Any) -> str:
+        if path.name == ADMIN_TOKEN_NAME:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read(path, *words, **options)
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert main(["finish", "eu"]) == 2
+    assert "admin.token is closed to you: give orders as the user that runs eu" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("region")
 def test_a_lifted_quarantine_says_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quarantine", "lift", "us"]) == 0
     assert "eu readmits us: its strikes are forgotten" in capsys.readouterr().out
@@ -331,6 +349,13 @@ def test_changes_of_the_members_are_signed_with_the_authoritys_key(
     for command in ("demote", "promote", "remove"):
         assert main(["members", command, "ue"]) == 2
         assert "ue is no member of the run, which has asia, eu, us: `members add`" in capsys.readouterr().err
+    assert main(["members", "remove", "witness"]) == 2
+    assert "`members witness URL` makes it one" in capsys.readouterr().err
+    region.status["members"]["rows"].append({"region": "witness", "kind": "witness", "address": "s3://b/w"})
+    assert main(["members", "witness", "s3://b/w"]) == 2
+    assert "the run has its witness at s3://b/w: for another one, `members remove witness` first" in (
+        capsys.readouterr().err
+    ), "and not to remove the record that it counts on"
     region.status = {"run_id": "try", "reason": "loads its kernels"}
     assert main(["members", "list"]) != 0
     assert "eu does not tell the members of the run: loads its kernels" in capsys.readouterr().err

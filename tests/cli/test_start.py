@@ -216,7 +216,7 @@ def test_two_regions_are_warned(
         f'run.id = "try"\n[regions.eu]\naddress = "127.0.0.1:{free_port()}"\n[regions.us-east]\naddress = "b:1"\n'
     )
     assert main(["start", "--region", "eu"]) == 6
-    assert "merging stops when either is gone" in capsys.readouterr().err
+    assert "of two regions neither merges alone" in capsys.readouterr().err
 
 
 def test_regions_draw_different_seeds_from_one(tmp_path: Path) -> None:

@@ -27,6 +27,14 @@ def test_a_row_has_what_the_region_brought_beside_the_others() -> None:
     assert (a["cosine"], a["cosines"]) == (None, 0)
 
 
+def test_rounds_of_one_region_alone_say_nothing_of_its_weight() -> None:
+    standings = Standings({})
+    for members in [(member("a"), member("b"))] * 2 + [(member("a"),)] * 30:
+        standings.observe(body(*members))
+    a, b = standings.document()
+    assert (a["rounds"], a["weight_share"], b["weight_share"]) == (32, pytest.approx(0.5), pytest.approx(0.5))
+
+
 def rounds_of(*lengths: float, steps: int = 16) -> list[float | None]:
     """The ratio of b's lengths after each of these rounds with two regions of usual length."""
     standings, ratios = Standings({}), []

@@ -10,7 +10,7 @@ from diloco_node import atomic_file
 from diloco_node.config.urls import is_url
 from diloco_node.errors import ConfigError, DiskRefused, StoreRefused
 from diloco_node.storage.durable import DamagedFile
-from diloco_node.storage.object_store import BucketObjects, folder_of, open_objects
+from diloco_node.storage.object_store import BucketObjects, bucket_scheme, folder_of, open_objects
 
 
 def test_a_folder_holds_objects_by_their_keys(tmp_path: Path) -> None:
@@ -57,6 +57,9 @@ def test_a_place_is_a_folder_or_a_url(place: str | Path, folder: Path | None) ->
     if str(place).startswith("file://host"):
         with pytest.raises(ConfigError, match="names no store"):
             open_objects(place)
+    if isinstance(place, str) and folder is not None:
+        with pytest.raises(ConfigError, match=r"can't be a witness: give s3://BUCKET/PREFIX, gs:// or az://"):
+            bucket_scheme(str(place))
 
 
 @pytest.mark.parametrize(

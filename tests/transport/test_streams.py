@@ -17,7 +17,7 @@ CONNECTING = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0
     [
         (f"{CONNECTING} Failed to connect to remote host: Connection refused (111)", "(connection refused)"),
         (f"{CONNECTING} Socket closed", "closed the connection after the handshake: it does not trust our certificate"),
-        (f"{CONNECTING} Connection reset by peer", "does not trust our certificate, or is stopping"),
+        (f"{CONNECTING} Connection reset by peer", "does not trust our certificate, is stopping, or its clock"),
         ("CERTIFICATE_VERIFY_FAILED: certificate has expired", "the peer's certificate has expired"),
         ("CERTIFICATE_VERIFY_FAILED: self signed", "another run's authority"),
         ("Stream removed (Socket closed)", "the connection was closed: the other side has ended"),

@@ -264,7 +264,7 @@ class Roster:
         if disk == EXPELLED:
             return f"{region} is expelled: readmit it first"
         if disk in (NO_DISK, EVICTED):
-            return f"the disk of {region} does not hold yet what is committed: it gets no vote before"
+            return f"the disk of {region} does not hold yet what is committed: `members list` says what it waits for"
         return ""
 
 
@@ -282,7 +282,7 @@ def vote_fault(disks: Mapping[str, bytes], region: str) -> str:
     disks: per voter that would be left the folder that the log names.
     """
     if not disks:
-        return f"{region} is the only voter"
+        return f"{region} is the only voter: give another one a vote first, or end the run with `diloco-node finish`"
     quorum = majority_of(len(disks))
     voting = [name for name, disk in disks.items() if disk not in (NO_DISK, EXPELLED)]
     if len(voting) >= quorum:

@@ -80,7 +80,6 @@ class LearnerServer:
         for writer in self._connections.values():
             writer.transport.abort()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.path.unlink(missing_ok=True)
 
     def send(self, message: ToLearner) -> bool:
         """Queue a message to the attached learner. False if there is none, or if it does not read."""

@@ -58,8 +58,10 @@ def read_script(file: Path, regions: Sequence[str]) -> FaultPlan:
     ]
     if len(rows) > FAULTS_MAX:
         raise ConfigError(f"{file} has {len(rows)} faults: at most {FAULTS_MAX}")
-    joiners = [_at(file, number, _joiner, document) for number, document in rows if document["do"] == "join"]
-    names = [*regions, *joiners]
+    names = [*regions]
+    for number, document in rows:
+        if document["do"] == "join":
+            names.append(_at(file, number, _joiner, document, names))
     faults = [_at(file, number, _fault, document, names) for number, document in rows]
     return FaultPlan(tuple(sorted(faults, key=lambda fault: fault.at_ns)))
 
@@ -72,10 +74,12 @@ def _at(file: Path, number: int, work: Callable[..., T], *arguments: Any) -> T:
         raise ConfigError(f"{file}, line {number}: {error}") from None
 
 
-def _joiner(document: Mapping[str, Any]) -> str:
-    """The region that joins. Raises ValueError: that is no name for one."""
+def _joiner(document: Mapping[str, Any], names: Sequence[str]) -> str:
+    """The region that joins. names: of those before it. Raises ValueError: that is no name for one."""
     if not is_region_name(name := document["target"]):
         raise ValueError(f"{name!r} is no region's name: use 1 to 63 of a-z, 0-9 and '-'")
+    if name in names:
+        raise ValueError(f"{name} is a region of the demo already: a region joins once, and comes back by wipe")
     return str(name)
 
 

@@ -114,7 +114,7 @@ def test_a_link_that_is_down_says_why() -> None:
         ("the certificate at this address belongs to another region or run", "correct regions.eu.address: another"),
         ("the peer's certificate has expired", "diloco-node certs renew eu"),
         ("the peer's certificate is not valid yet: check clocks", "set the clocks here and in eu"),
-        ("it does not trust our certificate, or is stopping", "give all regions certificates of one"),
+        ("it does not trust our certificate, is stopping, or its clock", "give all regions certificates of one"),
         ("protocol_version: ours 8, theirs 9", "install the same version of diloco-node here and in eu"),
         ("hello: field 3 is no text", "install the same version of diloco-node here and in eu"),
         ("the first frame on a stream must be a hello", "correct regions.eu.address: something else"),

@@ -62,7 +62,7 @@ def test_a_region_that_comes_back_is_a_contributor_without_a_folder_and_its_live
         (
             (MembershipBody("a", "former"), MembershipBody("b", "contributor")),
             MembershipBody("c", "former"),
-            "c is the only voter",
+            "c is the only voter: give another one a vote first, or end the run with `diloco-node finish`",
         ),
         ((), MembershipBody("witness", "contributor"), "witness is the name of a witness, and of no region"),
         (

@@ -255,16 +255,18 @@ async def test_number_of_connections_is_bounded(tmp_path: Path) -> None:
             learner.leave()
 
 
-async def test_stop_hangs_up_and_removes_the_socket(tmp_path: Path) -> None:
+async def test_stop_hangs_up_and_leaves_the_socket_of_the_next_daemon(tmp_path: Path) -> None:
     async with serving(tmp_path) as (server, daemon):
         assert server.path.stat().st_mode & 0o777 == 0o600
         learner = await dial(server)
         learner.say(ATTACH)
         await daemon.wait_for(1)
+        server.path.unlink()
+        server.path.write_text("of the next one, in a folder that was emptied")
         await server.stop()
         assert await learner.is_hung_up()
         assert daemon.calls[1] == "detached: the daemon stops"
-        assert not server.path.exists()
+        assert server.path.exists()
         learner.leave()
 
 

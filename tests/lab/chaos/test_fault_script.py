@@ -85,6 +85,8 @@ def line(at_s: float, order: str, target: str) -> str:
         ([line(5, "promote", "eu")], "line 1: there is no region 'eu'"),
         ([line(1, "join", "EU")], "line 1: 'EU' is no region's name"),
         ([line(1, "join", "x" * 64)], "line 1: 'x*' is no region's name"),
+        ([line(1, "join", "us-east")], "line 1: us-east is a region of the demo already"),
+        ([line(1, "join", "eu"), line(2, "join", "eu")], "line 2: eu is a region of the demo already"),
         ([line(1, "wipe", "us-east.daemon")], "line 1: wipe is given to a whole region: name us-east"),
     ],
 )
