@@ -85,6 +85,11 @@ class VersionArea:
         self._has_learner = True
         self.is_lent = writes_initial
         self._base = {fragment: slot for fragment, slot in enumerate(base_slots) if slot != NO_SLOT}
+        for fragment, slot in self._base.items():
+            # After a start of the daemon: what both hold lies in one place again.
+            if fragment not in self._own and slot not in self._copying:
+                self._copying.add(slot)
+                self.spawn(self._share(fragment, slot), f"share {fragment}")
 
     def end_learner(self) -> None:
         """Its connection is gone. It may live and read on, until it attaches again or another one does."""
@@ -168,6 +173,12 @@ class VersionArea:
             self._send_offer(order, slot)
         else:
             self._offer_waiting()
+
+    async def _share(self, fragment: int, slot: int) -> None:
+        if await self.parameters.share_theta(fragment, self.place(fragment, slot)):
+            self._own[fragment] = slot
+        self._copying.remove(slot)
+        self._offer_waiting()
 
     def close(self) -> None:
         """Let go of the shared memory: nothing is offered any more."""
