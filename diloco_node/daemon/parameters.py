@@ -143,7 +143,7 @@ class Parameters:
             return self.versions[fragment]
 
     async def share_theta(self, fragment: int, place: F32) -> bool:
-        """Have the parameters in `place` (shape (n,), float32) if they lie there already, bit by bit; whether they do."""
+        """Have the parameters in `place` (shape (n,), float32) if the same bits lie there; returns whether they do."""
         async with self._locks[fragment]:
             theta = self.theta[fragment]
             is_same = await in_thread(self._pool, np.array_equal, place.view(np.uint32), theta.view(np.uint32))
