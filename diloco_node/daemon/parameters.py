@@ -58,9 +58,10 @@ class Parameters:
         self._files = files or pool
         self._background = background or pool
         self.theta: list[F32] = [np.zeros(0, np.float32) for _ in manifest.fragments]
-        # One block: between others of the heap the parameters' would stay, once they lie in shared memory.
-        ends = np.cumsum([fragment.size for fragment in manifest.fragments])
-        self.momentum: list[F32] = np.split(np.zeros(manifest.size, np.float32), ends[:-1])
+        # Blocks of their own: as holes of the heap the parameters' would stay, once they lie in shared memory.
+        ends = np.cumsum([fragment.size for fragment in manifest.fragments])[:-1]
+        self.momentum: list[F32] = np.split(np.zeros(manifest.size, np.float32), ends)
+        self._first = dict(enumerate(np.split(np.empty(manifest.size, np.float32), ends)))
         self._locks = [asyncio.Lock() for _ in manifest.fragments]
         self._adopting = asyncio.Lock()
 
@@ -70,7 +71,11 @@ class Parameters:
         def read() -> F32:
             theta, momentum = self._store.read_state(fragment, version)
             np.copyto(self.momentum[fragment], momentum)
-            return theta.copy()  # the store's arrays are one block
+            place = self._first.pop(fragment, None)
+            if place is None:
+                return theta.copy()  # the store's arrays are one block
+            np.copyto(place, theta)
+            return place
 
         # One at a time: each takes 12 bytes a parameter of its fragment, and a start adopts them all.
         async with self._locks[fragment], self._adopting:

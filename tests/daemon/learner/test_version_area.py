@@ -157,6 +157,17 @@ async def test_parameters_of_a_new_daemon_lie_in_the_slot_of_the_learners_base_i
     assert not bench.version_area._copying
 
 
+async def test_parameters_that_a_new_daemon_reads_after_its_learner_came_lie_in_its_base_too(bench: Bench) -> None:
+    bench.area[2] = 5.0
+    bench.version_area.begin_learner(writes_initial=False, base_slots=(2, NO_SLOT))
+    await settle()
+    assert bench.version_area._own == {}
+    bench.parameters.versions[0] = 5
+    bench.version_area.place_written(0)
+    await settle()
+    assert bench.version_area._own == {0: 2}
+
+
 async def test_a_learner_with_a_base_of_its_own_holds_no_slot(bench: Bench) -> None:
     for version in range(1, 5):
         assert await bench.commit(0, version)
