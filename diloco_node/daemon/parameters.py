@@ -147,15 +147,6 @@ class Parameters:
             self.theta[fragment] = place
             return self.versions[fragment]
 
-    async def share_theta(self, fragment: int, place: F32) -> bool:
-        """Have the parameters in `place` (shape (n,), float32) if the same bits lie there; returns whether they do."""
-        async with self._locks[fragment]:
-            theta = self.theta[fragment]
-            is_same = await in_thread(self._pool, np.array_equal, place.view(np.uint32), theta.view(np.uint32))
-            if is_same:
-                self.theta[fragment] = place
-            return is_same
-
     async def checkpoint(self, fragment: int) -> tuple[int, bytes]:
         """Write the fragment's state to disk (fsync); returns the version written, and its digest. Raises
         StorageError."""

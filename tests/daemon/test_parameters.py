@@ -181,17 +181,6 @@ async def test_states_are_adopted_after_each_other(pair, monkeypatch) -> None:
     assert most == 1
 
 
-@pytest.mark.parametrize("is_same", [True, False])
-async def test_parameters_that_lie_in_a_place_already_are_held_there(pair, is_same: bool) -> None:
-    parameters, _ = pair
-    place = parameters.theta[0].copy()
-    if not is_same:
-        place[-1] = -place[-1] or 1.0
-    before = parameters.theta[0]
-    assert await parameters.share_theta(0, place) is is_same
-    assert parameters.theta[0] is (place if is_same else before)
-
-
 async def test_a_state_that_is_not_there_leaves_what_is_in_memory(pair) -> None:
     parameters, _ = pair
     before = await parameters.digest(0)

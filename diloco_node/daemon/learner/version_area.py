@@ -85,8 +85,6 @@ class VersionArea:
         self._has_learner = True
         self.is_lent = writes_initial
         self._base = {fragment: slot for fragment, slot in enumerate(base_slots) if slot != NO_SLOT}
-        for fragment in self._base:
-            self._look_in_base(fragment)
 
     def end_learner(self) -> None:
         """Its connection is gone. It may live and read on, until it attaches again or another one does."""
@@ -134,7 +132,6 @@ class VersionArea:
         self._own.pop(fragment, None)
         if (slot := self._stepping.pop(fragment, None)) is not None:
             self._own[fragment] = slot
-        self._look_in_base(fragment)
         self._offer_waiting()
 
     def offer(self, order: OfferVersion) -> None:
@@ -171,19 +168,6 @@ class VersionArea:
             self._send_offer(order, slot)
         else:
             self._offer_waiting()
-
-    def _look_in_base(self, fragment: int) -> None:
-        """After a start of the daemon what it holds may lie in the learner's base: then one place is enough."""
-        slot = self._base.get(fragment)
-        if slot is not None and fragment not in self._own and slot not in self._copying:
-            self._copying.add(slot)
-            self.spawn(self._share(fragment, slot), f"share {fragment}")
-
-    async def _share(self, fragment: int, slot: int) -> None:
-        if await self.parameters.share_theta(fragment, self.place(fragment, slot)):
-            self._own[fragment] = slot
-        self._copying.remove(slot)
-        self._offer_waiting()
 
     def close(self) -> None:
         """Let go of the shared memory: nothing is offered any more."""

@@ -32,10 +32,6 @@ class FakeParameters:
             place[:] = self.versions[fragment]
             return self.versions[fragment]
 
-    async def share_theta(self, fragment: int, place: np.ndarray) -> bool:
-        async with self._locks[fragment]:
-            return bool((place == self.versions[fragment]).all())
-
 
 class Bench:
     def __init__(self) -> None:
@@ -138,34 +134,6 @@ async def test_without_a_free_slot_parameters_stay_where_they_are_until_one_is_f
     assert {slot: bench.value(slot) for slot in held} == held
     await bench.apply(2)
     assert bench.versions()[4:] == [(0, 2, -1)]
-
-
-async def test_parameters_of_a_new_daemon_lie_in_the_slot_of_the_learners_base_if_they_are_the_same(
-    bench: Bench,
-) -> None:
-    bench.area[2], bench.area[0] = 5.0, 4.0
-    bench.parameters.versions = [5, 6]
-    bench.version_area.end_learner()
-    bench.version_area.begin_learner(writes_initial=False, base_slots=(2, 0))
-    await settle()
-    assert bench.version_area._own == {0: 2}, "the other one's base is an older version"
-    for fragment, slot in ((1, 1), (0, 3)):  # neither base is written over
-        place = bench.version_area.free_place(fragment)
-        assert place is not None
-        assert np.shares_memory(place, bench.area[slot])
-    assert bench.version_area.free_place(1) is None
-    assert not bench.version_area._copying
-
-
-async def test_parameters_that_a_new_daemon_reads_after_its_learner_came_lie_in_its_base_too(bench: Bench) -> None:
-    bench.area[2] = 5.0
-    bench.version_area.begin_learner(writes_initial=False, base_slots=(2, NO_SLOT))
-    await settle()
-    assert bench.version_area._own == {}
-    bench.parameters.versions[0] = 5
-    bench.version_area.place_written(0)
-    await settle()
-    assert bench.version_area._own == {0: 2}
 
 
 async def test_a_learner_with_a_base_of_its_own_holds_no_slot(bench: Bench) -> None:
