@@ -58,10 +58,12 @@ class Parameters:
         self._files = files or pool
         self._background = background or pool
         self.theta: list[F32] = [np.zeros(0, np.float32) for _ in manifest.fragments]
-        # One block: between others of the heap the parameters' would stay, once they lie in shared memory.
-        ends = np.cumsum([fragment.size for fragment in manifest.fragments])
-        self.momentum: list[F32] = np.split(np.zeros(manifest.size, np.float32), ends[:-1])
+        # Blocks of their own: as holes of the heap the parameters' would stay, once they lie in shared memory.
+        ends = np.cumsum([fragment.size for fragment in manifest.fragments])[:-1]
+        self.momentum: list[F32] = np.split(np.zeros(manifest.size, np.float32), ends)
+        self._first = dict(enumerate(np.split(np.empty(manifest.size, np.float32), ends)))
         self._locks = [asyncio.Lock() for _ in manifest.fragments]
+        self._adopting = asyncio.Lock()
 
     async def adopt(self, fragment: int, version: int) -> None:
         """Take the state on disk as the state in memory. Raises StorageError: there is none such, or it is damaged."""
@@ -69,9 +71,14 @@ class Parameters:
         def read() -> F32:
             theta, momentum = self._store.read_state(fragment, version)
             np.copyto(self.momentum[fragment], momentum)
-            return theta.copy()  # the store's arrays are one block
+            place = self._first.pop(fragment, None)
+            if place is None:
+                return theta.copy()  # the store's arrays are one block
+            np.copyto(place, theta)
+            return place
 
-        async with self._locks[fragment]:
+        # One at a time: each takes 12 bytes a parameter of its fragment, and a start adopts them all.
+        async with self._locks[fragment], self._adopting:
             self.theta[fragment] = await in_thread(self._files, read)
             self.versions[fragment] = version
 
@@ -163,17 +170,23 @@ class Parameters:
             await in_thread(self._files, self._store.set_states_aside, fragment, version_min)
 
     def full_tensors(self) -> dict[str, F32]:
-        """The whole model by tensor name, float32, shaped; a copy. Call it when no round is open."""
+        """The whole model by tensor name, float32, shaped; see `join_fragments`. Call it when no round is open."""
         return join_fragments(self.manifest, self.theta)
 
 
 def join_fragments(manifest: Manifest, vectors: Sequence[F32]) -> dict[str, F32]:
-    """Tensors by name, float32, shaped; a copy. vectors: per fragment its values, shape (n,), float32."""
-    tensors = [np.empty(spec.size, np.float32) for spec in manifest.tensors]
+    """Tensors by name, float32, shaped; not to be changed: only one that is cut is a copy.
+
+    vectors: per fragment its values, shape (n,), float32.
+    """
+    tensors = [np.empty(spec.size, np.float32) for spec in manifest.tensors]  # no page of it is touched yet
     for fragment, vector in zip(manifest.fragments, vectors, strict=True):
         for piece in fragment.pieces:
             values = vector[piece.offset : piece.offset + piece.size]
-            tensors[piece.tensor][piece.value_start : piece.value_stop] = values
+            if piece.size == manifest.tensors[piece.tensor].size:
+                tensors[piece.tensor] = values
+            else:
+                tensors[piece.tensor][piece.value_start : piece.value_stop] = values
     return {spec.name: values.reshape(spec.shape) for spec, values in zip(manifest.tensors, tensors, strict=True)}
 
 

@@ -11,6 +11,7 @@ learners may die every few seconds, has one every few seconds, and a large one h
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -42,6 +43,7 @@ from diloco_node.learner.model_state import unnoticed
 from diloco_node.learner.optimizer_parts import OptimizerParts
 from diloco_node.learner.ranks import Ranks
 from diloco_node.learner.several_optimizers import scaler_of
+from diloco_node.storage.durable import remove_temporaries
 
 COST_PART: Final = 0.01
 """Share of the time that copying and writing checkpoints may take."""
@@ -108,6 +110,8 @@ class Checkpointing:
                 raise LearnerError("attach(checkpoint_every_s=0) on some ranks only: give all of them the same")
             return NO_PROGRESS
         folder = state_dir / "learner" / "checkpoints"
+        with contextlib.suppress(OSError):  # before the ranks meet in the listing: none of them writes yet
+            remove_temporaries(folder)
         if self.optimizer is not None:
             self._parts = OptimizerParts(self.optimizer, tensors, shards, ranks.rank)
         expected_s = MOMENT_BYTES * sum(local_part(tensor).numel() for tensor in tensors.names) / BYTES_PER_S

@@ -46,6 +46,9 @@ STATES_KEPT: Final = 2
 MOMENT_BYTES: Final = 8
 """Two moments of the learner, copied before they are written; the memory stays for the next checkpoint."""
 
+FREED_BYTES: Final = 256 * 2**20
+"""Freed memory that a daemon keeps, at most (`daemon.process_setup`), whatever the model."""
+
 LEARNER_CHECKPOINTS_KEPT: Final = 2
 """On disk: the older one goes before the next one is written."""
 
@@ -280,6 +283,7 @@ class Storage:
         copies: of AdamW's moments in the learner, for its checkpoints.
         rooms: more, of a learner on a GPU, for fragments on their way: page-locked, and as much on the GPU.
         shared: memory that both see: the parameters, fragments on their way in, encoded contributions on their way out.
+        freed: memory that the daemon has freed and keeps for the next round, at most.
         rounds: snapshots, held stripes, sums and merged stripes of the rounds in flight, at the largest fragment.
         checkpoints: on disk, the region's states and the learner's checkpoints.
         payloads: merged fragments kept on disk for regions that come back, at their largest number.
@@ -290,6 +294,7 @@ class Storage:
     copies: int
     rooms: int
     shared: int
+    freed: int
     rounds: int
     checkpoints: int
     payloads: int
@@ -297,7 +302,7 @@ class Storage:
     @property
     def memory(self) -> int:
         """All that is in RAM, but for `base` and `rooms`."""
-        return self.daemon + self.copies + self.shared + self.rounds
+        return self.daemon + self.copies + self.shared + self.freed + self.rounds
 
     @property
     def disk(self) -> int:
@@ -320,6 +325,7 @@ def storage(workload: Workload) -> Storage:
         copies=MOMENT_BYTES * values,
         rooms=GPU_ROOMS * VALUE_BYTES * largest,
         shared=VALUE_BYTES * largest * slots + workload.total(settings.codec_up),
+        freed=FREED_BYTES,
         rounds=min(settings.rounds_in_flight_max, len(workload.fragments)) * round_bytes,
         checkpoints=(STATES_KEPT * STATE_BYTES + LEARNER_CHECKPOINTS_KEPT * MOMENT_BYTES) * values,
         payloads=versions * workload.total(settings.codec_down),

@@ -1,7 +1,9 @@
 """The parameters: the same bits whatever the stripes, readers and the step kept apart, checkpoints that can be read."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,6 +157,28 @@ async def test_an_adopted_state_holds_no_more_than_its_own_memory(pair) -> None:
     await parameters.adopt(0, 0)
     assert parameters.theta[0].base is None
     assert parameters.momentum[0] is momentum
+
+
+async def test_states_are_adopted_after_each_other(pair, monkeypatch) -> None:
+    """A start adopts all fragments: each takes 12 bytes a parameter while it is read."""
+    parameters, store = pair
+    reading, most = 0, 0
+    read = store.read_state
+
+    def count(fragment: int, version: int) -> tuple[np.ndarray, np.ndarray]:
+        nonlocal reading, most
+        reading += 1
+        most = max(most, reading)
+        state = read(fragment, version)
+        os.sched_yield()
+        reading -= 1
+        return state
+
+    monkeypatch.setattr(store, "read_state", count)
+    with ThreadPoolExecutor(4) as threads:
+        parameters._files = threads
+        await asyncio.gather(*(parameters.adopt(fragment, 0) for fragment in (0, 1) * 8))
+    assert most == 1
 
 
 async def test_a_state_that_is_not_there_leaves_what_is_in_memory(pair) -> None:

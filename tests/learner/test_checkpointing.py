@@ -58,6 +58,15 @@ def test_each_rank_reads_its_own_file_where_it_sees_it() -> None:
     assert _groups([names[:1], names[1:]]) == [dict(zip(names, (0, 1, 1, 1), strict=True))]
 
 
+def test_what_a_killed_learner_was_writing_is_gone(tmp_path: Path) -> None:
+    """safetensors writes under a name of its own, and renames: as large as a checkpoint."""
+    folder = tmp_path / "learner" / "checkpoints"
+    folder.mkdir(parents=True)
+    (folder / ".tmpkxyaIU").write_bytes(b"half")
+    begun(tmp_path, every_s=60)
+    assert not list(folder.iterdir())
+
+
 def test_a_checkpoint_stays_due_until_there_is_memory_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     checkpoints = begun(tmp_path, every_s=10.0)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.core.types import Codec, RunSettings
+from diloco_node.daemon.process_setup import KEPT_BYTES_MAX
 from diloco_node.learner.checkpoint import Checkpoint, TrainingProgress, write_checkpoint
 from diloco_node.learner.contribution_area import area_sizes
 from diloco_node.planning.advice import (
@@ -196,7 +197,8 @@ def test_storage_by_hand() -> None:
     assert sizes.payloads == (5 + 5) * 2_400
     # Two rounds of: a snapshot, four stripes of 200, a float sum of 500 values, the merged fragment.
     assert sizes.rounds == 2 * (8_000 + 800 + 2_000 + 1_600)
-    assert sizes.memory == 12_000 + 24_000 + 33_200 + sizes.rounds
+    assert sizes.freed == KEPT_BYTES_MAX
+    assert sizes.memory == 12_000 + 24_000 + 33_200 + sizes.freed + sizes.rounds
     assert sizes.disk == 96_000 + 24_000
     assert storage(workload(sizes=(LARGE,))).rounds == sizes.rounds // 2  # one fragment is never in two rounds
 

@@ -56,6 +56,14 @@ def test_a_folder_of_an_older_version_keeps_its_id(folder: Path) -> None:
     assert (after.disk, starts_of(after.life)) == (before.disk, 1)
 
 
+@pytest.mark.parametrize("name", ["x.bin.3.tmp", ".tmpkxyaIU"])
+def test_what_a_crash_left_half_written_is_gone(folder: Path, name: str) -> None:
+    load(folder)
+    (folder / name).write_bytes(b"half of the final model")  # safetensors has names of its own
+    load(folder)
+    assert not (folder / name).exists()
+
+
 def test_a_folder_on_a_full_disk_is_loaded_in_its_last_life(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = load(folder)
     monkeypatch.setattr(os, "writev", refusing(errno.ENOSPC))

@@ -214,6 +214,7 @@ def _storage_table(plan: Plan, width: int | None) -> list[str]:
         "copies": "in the learner, beside its own model and optimizer: AdamW's moments, for checkpoints",
         "rooms": "more in a learner on a GPU: page-locked, and as much on the GPU",
         "shared": "between the two: parameters, fragments in, encoded contributions out",
+        "freed": "by the daemon, kept for the next round, at most",
         "rounds": "in flight: snapshots, stripes, sums, payloads",
         "checkpoints": "two states, and two of the learner's optimizer",
         "payloads": "at most, for regions that come back",
@@ -228,7 +229,7 @@ def _storage_table(plan: Plan, width: int | None) -> list[str]:
 
 def _storage_parts(plan: Plan) -> Sequence[tuple[str, int]]:
     sizes = plan.storage
-    names = ("daemon", "shared", "rounds", "copies", "base", "rooms", "checkpoints", "payloads")
+    names = ("daemon", "shared", "freed", "rounds", "copies", "base", "rooms", "checkpoints", "payloads")
     return [(name, getattr(sizes, name)) for name in names]
 
 
