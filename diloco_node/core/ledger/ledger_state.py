@@ -318,9 +318,9 @@ class LedgerState:
                 rounds[fragment] += 1
         return tuple(missing)
 
-    def is_staged(self, body: EntryBody) -> bool:
-        """Whether an entry waits that is not known to be committed."""
-        return any(entry.body == body for entry in self._log.staged)
+    def is_staged(self, body: EntryBody, *, term: int = 0) -> bool:
+        """Whether an entry waits that is not known to be committed; of this term, if it is given."""
+        return any(entry.body == body and term in (0, entry.term) for entry in self._log.staged)
 
     @property
     def has_committed(self) -> bool:

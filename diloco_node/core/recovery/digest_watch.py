@@ -113,6 +113,21 @@ class DigestWatch:
                     break
         return tuple(bodies)
 
+    def doubt(self, body: SnapshotBody) -> str:
+        """Return why a snapshot may be one that no majority has; empty if this region has it, or a majority told it."""
+        fragment, version, digest = body.fragment, body.version, body.digest
+        own_digest = self._own[fragment].get(version, self._pending[fragment].get(version, b""))
+        told = sum(peer_digest == digest for peer_digest in self._peer_digests(fragment, version))
+        if own_digest == digest or told >= majority_of(len(self._history.roster.voters)):
+            return ""
+        here = f"it is {own_digest.hex()} here" if own_digest else "this region does not know its own"
+        return f"it names the state {digest.hex()} of version {version}, {here}, and no majority has told it"
+
+    def contradicts(self, body: SnapshotBody) -> bool:
+        """Whether this region's own digest is another one."""
+        own_digest = self._own[body.fragment].get(body.version, self._pending[body.fragment].get(body.version))
+        return own_digest not in (None, body.digest)
+
     def minority_fragment(self) -> int:
         """A fragment of which a majority without this region tells another digest than this one's; -1 if there is
         none. The ledger has no snapshot of it yet, and gets none while this region leads."""

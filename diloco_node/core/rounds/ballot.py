@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.merge.fragments import Fragment
-from diloco_node.core.merge.schedule import MovingAverage, believed_step_time_ns
+from diloco_node.core.merge.schedule import SLOWER_MAX, MovingAverage, believed_step_time_ns
 from diloco_node.core.messages import ReusedStripe
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.open_round import Deadline, OpenRound
@@ -161,11 +161,16 @@ class BallotClock:
         return Deadline(duration_ns, f"{duration_ns / NS_PER_S:.3g} s to try who is in doubt, of {full.derivation}")
 
     def _reported_rate(self, members: tuple[str, ...], stripes: tuple[Stripe, ...]) -> int:
-        """Return one round's part of the slowest reported budget, if that is less than the assumed rate; else 0."""
+        """Return one round's part of the slowest reported budget, if that is less than the assumed rate; else 0.
+
+        A region is believed to be slower than the others by as much as its learner is.
+        """
         budgets = [self._liveness.budget(name) for name in {*members, *(stripe.reducer for stripe in stripes)}]
-        rates = [rate for budget in budgets for rate in (budget.egress, budget.ingress) if rate is not None]
-        rate = max(1, min(rates) // self._context.settings.rounds_in_flight_max) if rates else RATE_UNKNOWN_BYTES_PER_S
-        return rate if rate < RATE_UNKNOWN_BYTES_PER_S else 0
+        usual = RATE_UNKNOWN_BYTES_PER_S
+        rates = sorted(min(budget.egress or usual, budget.ingress or usual) for budget in budgets)
+        slowest = max(rates[0], rates[(len(rates) - 1) // 2] // SLOWER_MAX)
+        rate = max(1, slowest // self._context.settings.rounds_in_flight_max)
+        return rate if slowest < usual else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
@@ -16,7 +15,7 @@ from diloco_node.core.merge.schedule import (
     overdue_steps,
 )
 from diloco_node.core.rounds.context import RoundContext
-from diloco_node.core.rounds.eligibility import Eligibility, Reachability
+from diloco_node.core.rounds.eligibility import LEAVING_NS, Eligibility, Reachability
 from diloco_node.core.types import LearnerStatus
 
 LEAVE_ROUNDS: Final = 2
@@ -28,7 +27,7 @@ class Opening:
     """A round to open, and why. due_at_ns: when each due learner became due, sorted. learners: live ones, due or not.
 
     is_last: it is the run's last round of this fragment.
-    leavers: learners, with their incarnations, for which it is opened early.
+    leavers: learners for which it is opened early.
     """
 
     fragment: int
@@ -36,7 +35,7 @@ class Opening:
     due_at_ns: tuple[int, ...] = ()
     learners: int = 0
     is_last: bool = False
-    leavers: tuple[tuple[str, int], ...] = ()
+    leavers: tuple[str, ...] = ()
 
 
 class Opener:
@@ -57,8 +56,8 @@ class Opener:
         self._quorum_time = MovingAverage()
         self._sync_time = MovingAverage()
         self._spread = ReportSpread()
-        # By learner that leaves, and its incarnation: the rounds that were opened early for it.
-        self._leave_rounds: Counter[tuple[str, int]] = Counter()
+        # Per learner that leaves, when rounds were opened early for it. Its incarnation is its own word.
+        self._leave_rounds: dict[str, list[int]] = {}
 
     def on_status(self, region: str, status: LearnerStatus | None, *, now_ns: int) -> bool:
         """Take a report (None: the learner is gone), and remember for which fragments it became due just now.
@@ -84,7 +83,8 @@ class Opener:
     def on_open(self, opening: Opening, *, now_ns: int) -> None:
         """Take an opened round: pace the next one, learn from this one."""
         self._last_open_ns = now_ns
-        self._leave_rounds.update(opening.leavers)
+        for name in opening.leavers:
+            self._leave_rounds[name] = [*self._left_early(name, now_ns), now_ns]
         due = opening.due_at_ns
         if due:
             quorum = quorum_size(opening.learners, self._history.settings.quorum_min)
@@ -138,7 +138,7 @@ class Opener:
         ]
         reasons = []
         for fragment in most_overdue_first(overdue):
-            learners = self._learners(fragment, reachability, eligibility)
+            learners = self._learners(fragment, reachability, eligibility, now_ns)
             decision = decide_open(
                 now_ns,
                 learners,
@@ -151,8 +151,7 @@ class Opener:
                 self.reason = ""
                 due = sorted(learner.due_at_ns for learner in learners if learner.due_at_ns is not None)
                 leavers = [learner.name for learner in learners if learner.is_leaving and learner.due_at_ns is not None]
-                lives = tuple((name, status.incarnation) for name, status in statuses if name in leavers)
-                return Opening(fragment, decision.reason, tuple(due), len(learners), leavers=lives)
+                return Opening(fragment, decision.reason, tuple(due), len(learners), leavers=tuple(leavers))
             if decision.wake_at_ns is not None:
                 self.wake_at_ns = min(self.wake_at_ns or decision.wake_at_ns, decision.wake_at_ns)
             reasons.append(f"fragment {fragment}: {decision.reason}")
@@ -179,7 +178,13 @@ class Opener:
             fragment, position, status.step, sync_every=self._history.settings.sync_every, fragments=self._fragments
         )
 
-    def _learners(self, fragment: int, reachability: Reachability, eligibility: Eligibility) -> list[LearnerDue]:
+    def _left_early(self, name: str, now_ns: int) -> list[int]:
+        """When rounds were opened early for a learner, as long ago as one may take to leave."""
+        return [at_ns for at_ns in self._leave_rounds.get(name, ()) if now_ns - at_ns < LEAVING_NS]
+
+    def _learners(
+        self, fragment: int, reachability: Reachability, eligibility: Eligibility, now_ns: int
+    ) -> list[LearnerDue]:
         """Return live learners that have some version, due or not."""
         learners = []
         for name, status in self._statuses(reachability):
@@ -187,8 +192,6 @@ class Opener:
                 continue
             is_ended_life = status.incarnation < eligibility.incarnation_min(name)
             is_due = not is_ended_life and self._overdue(fragment, status) >= 0
-            is_leaving = (
-                status.leaving and self._leave_rounds[name, status.incarnation] < LEAVE_ROUNDS * self._fragments
-            )
+            is_leaving = status.leaving and len(self._left_early(name, now_ns)) < LEAVE_ROUNDS * self._fragments
             learners.append(LearnerDue(name, self._due[fragment].get(name) if is_due else None, is_leaving=is_leaving))
         return learners

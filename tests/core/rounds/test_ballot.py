@@ -137,6 +137,18 @@ def test_before_anything_was_merged_the_reported_budgets_count_where_they_are_lo
     assert reported.duration_ns > 10 * assumed.duration_ns
 
 
+def test_one_region_with_a_tiny_budget_holds_no_ballot_up_for_days() -> None:
+    world = Neighbourhood()
+    world.all_hear(status(), now_ns=0)
+    manifest = replace(MANIFEST, fragments=(fragment(2**24), *MANIFEST.fragments[1:]))
+    clock = BallotClock(context_of(history_of(), liveness=world.liveness, manifest=manifest))
+    stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4), Stripe("c", 4, 6))
+    assumed = clock.deadline(0, ("a", "b", "c"), stripes, attempt=0)
+    world.liveness.own_budget(RateLimits(1, 1))
+    reported = clock.deadline(0, ("a", "b", "c"), stripes, attempt=0)
+    assert assumed.duration_ns < reported.duration_ns < 40 * assumed.duration_ns
+
+
 STRIPES = (Stripe("a", 0, 2), Stripe("b", 2, 4), Stripe("c", 4, 5))
 ALL = ("a", "b", "c")
 OFFERED = {name: contribution(name) for name in ALL}

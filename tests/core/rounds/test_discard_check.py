@@ -191,7 +191,9 @@ class Ledger:
     def missing_payloads(self, *, rounds_max: int) -> tuple[DiscardedBody, ...]:
         return tuple(self.bodies)
 
-    def is_staged(self, _: DiscardedBody) -> bool:
+    term = 1
+
+    def is_staged(self, _: DiscardedBody, *, term: int = 0) -> bool:
         return True
 
     def refuse(self, _body: DiscardedBody, _fault: str, *, now_ns: int) -> list[Effect]:
@@ -212,7 +214,7 @@ class Bench(Desk):
         nothing: Any = SimpleNamespace(payload_fault=lambda _: "", doubt=lambda _, now_ns: "", believe=lambda _: None)
         context = context_of(history_of(), region="b", effects=self.effects, liveness=self.liveness)
         self.objections = Objections(context, nothing, nothing, {}, lambda: self.ledger.leader)
-        self.objections.is_starting = False
+        self.objections.begin(nothing, nothing, ())
 
     def ask(self, now_ns: int = 0) -> None:
         log: Any = self.ledger
@@ -263,9 +265,9 @@ def test_the_word_of_another_region_is_waited_for_anew() -> None:
 
 def test_what_the_disk_held_at_the_start_was_acknowledged_before() -> None:
     bench, body = Bench(), lost(4, 0, 8)
-    bench.objections.is_starting = True
+    word, bench.objections.corroboration = bench.objections.corroboration, None
     assert bench.objections.doubt(body, now_ns=0) == ""
-    bench.objections.is_starting = False
+    bench.objections.corroboration = word
     assert bench.objections.doubt(body, now_ns=0)
 
 

@@ -130,6 +130,8 @@ CHEAT_SIGNS = {
     "weights": "its weight",
     "discards": "has not given up",
     "early end": "no operator's order",
+    "states": "snapshot: ",
+    "payloads": "holders: ",
     "old folder": "age: ",
 }
 
