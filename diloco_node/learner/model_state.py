@@ -94,13 +94,15 @@ class SavedStates:
     its memory, whatever it is called. For a model in parts all ranks would have to call it together, so there it is as
     ever.
 
+    give: is told of merged parameters that a script is given.
+
     Attributes:
         is_over: the model holds the run's result.
     """
 
-    def __init__(self, tensors: ModelTensors, ranks: Ranks) -> None:
+    def __init__(self, tensors: ModelTensors, ranks: Ranks, give: Callable[[dict[str, Any]], None]) -> None:
         self.is_over = False
-        self._ranks = ranks
+        self._ranks, self._give = ranks, give
         # None: the learner has left. Copies of the model have this object for longer.
         self._tensors: ModelTensors | None = tensors
         # None: alone, or the learner has left.
@@ -187,6 +189,7 @@ class SavedStates:
                 full = tensors.full_state(fragments.manifest, fragments.global_vectors(), {}, {*names.values()})
             state.update({key: full[name] for key, name in names.items()})
         names = self._all_replaced(state, names)
+        self._give({name: state[key] for key, name in names.items()})
         if self.is_over:
             return
         self._has_merged_state = True
