@@ -26,7 +26,7 @@ FOLLOWS_MAX: Final = 0.9
 """Part of the way to a parameter that an average goes in a step; a master goes all of it."""
 
 OFF_WAY: Final = 0.25
-"""How far from the straight way rounding may bring it, in lengths of its step."""
+"""How far from the straight way it may be, in lengths of its step, beside the rounding of its values."""
 
 REMEDY: Final = (
     "Build, load, freeze and shard the model first, make the optimizer, and call attach() last. To train other tensors "
@@ -217,7 +217,8 @@ def is_average(before: Tensor, now: Tensor, parameter: Tensor) -> Tensor:
     """Whether values went a part of the straight way to their parameter's, as an average does that only follows it."""
     way, step = parameter - before, now - before
     share = (way * step).sum() / way.square().sum()
-    return (share > 0.0) & (share < FOLLOWS_MAX) & ((step - share * way).norm() < OFF_WAY * step.norm())
+    off_max = OFF_WAY * step.norm() + torch.finfo(before.dtype).eps * before.norm()
+    return (share > 0.0) & (share < FOLLOWS_MAX) & ((step - share * way).norm() < off_max)
 
 
 def is_clamped(before: Tensor, now: Tensor) -> Tensor:
