@@ -150,12 +150,16 @@ class LoopState:
     def give(self, state: Mapping[str, Any]) -> None:
         """Note what `global_state_dict()` has returned."""
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        self._gifts = [*map(ref, tensors.values())]
+        self.hold(tensors.values())
         self._copy = {(name, None): sample_of(tensor) for name, tensor in tensors.items() if _is_plain(tensor)}
         for values in map(_values_of, self._modules):
             for (name, box), _ in _pieces(values):
                 if box is not None and name in tensors:
                     self._copy[name, box] = sample_of(tensors[name][box.slices])
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Note merged parameters that the loop has for a while, to save them."""
+        self._gifts = [*(gift for gift in self._gifts if gift() is not None), *map(ref, tensors)]
 
     def _new(self, names: Iterable[str]) -> list[str]:
         return [name for name in dict.fromkeys(names) if name not in self._told]

@@ -336,9 +336,13 @@ def test_a_schedule_of_earlier_training_is_not_named_until_it_moves(folder: Path
 def test_a_merged_state_that_a_trainer_holds_while_it_saves_is_not_named(folder: Path) -> None:
     with Loop(folder, plain()) as loop:
         loop.diloco.save_merged(loop.model)
+        held_out = copy.deepcopy(loop.model)
         for _ in range(4):
             loop.step()
-            saved = loop.model.state_dict()
+            held_out.load_state_dict(loop.diloco.global_state_dict())
+            loop.daemon.commit(0, loop.daemon.theta[0] + 1, -1)
+            loop.diloco.settle(0.1)
+            saved = loop.model.state_dict(), loop.model[0].state_dict()
             assert loop.checkpoint() == []
         assert saved
 
