@@ -109,7 +109,8 @@ class LoopState:
                 self._has_drawn(item)
         # Schedules that were there before, and where they stood: those of earlier training never move.
         schedules = [item for item in living if issubclass(type(item), LRScheduler)]
-        self._stands = WeakKeyDictionary({item: _ask(_stand, item, []) for item in schedules})
+        self._stands: WeakKeyDictionary[LRScheduler, list[Any]] = WeakKeyDictionary()
+        self._stands.update({item: _ask(_stand, item, []) for item in schedules})
         self._attributes = self._attributes_now()
         # Samples of the state that the loop took a copy of last: a module that holds it is there to evaluate. Of whole
         # tensors, and of the parts that modules outside of the model hold.

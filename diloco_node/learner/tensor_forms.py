@@ -218,7 +218,8 @@ def is_average(before: Tensor, now: Tensor, parameter: Tensor) -> Tensor:
     way, step = parameter - before, now - before
     share = (way * step).sum() / way.square().sum()
     off_max = OFF_WAY * step.norm() + torch.finfo(before.dtype).eps * before.norm()
-    return (share > 0.0) & (share < FOLLOWS_MAX) & ((step - share * way).norm() < off_max)
+    is_on_way: Tensor = (step - share * way).norm() < off_max
+    return is_on_way & (share > 0.0) & (share < FOLLOWS_MAX)
 
 
 def is_clamped(before: Tensor, now: Tensor) -> Tensor:
