@@ -20,9 +20,6 @@ TOLD: Final = 0.05
 NOISE: Final = 1e-5
 """Change of a climb or an average that was taken out again by arithmetic."""
 
-STEPS_APART: Final = 2
-"""The look at states after this step is one step after the one before."""
-
 COPY_VALUES_MIN: Final = 16
 """A state with fewer values may look like its parameter by chance."""
 
@@ -47,7 +44,7 @@ class OptimizerRecord:
             slices: of all its tensors, by device.
         before: samples of its tensors before a step after which its states are looked at, by name.
         states: samples of its states when looked at last, how much they were like their parameter when looked at
-            first, and False for averages that only follow it; by names of parameter and state.
+            first, False for averages that only follow it, and `told_steps`; by names of parameter and state.
         siblings: records of optimizers that hold some of the same tensors.
     """
 
@@ -61,7 +58,7 @@ class OptimizerRecord:
     sample: Tensor | None = None
     slices: dict[torch.device, Tensor] = field(default_factory=dict)
     before: dict[str, Tensor] = field(default_factory=dict)
-    states: dict[tuple[str, str], tuple[Tensor, Tensor, Tensor | bool]] = field(default_factory=dict)
+    states: dict[tuple[str, str], tuple[Tensor, Tensor, Tensor | bool, int]] = field(default_factory=dict)
     siblings: list[OptimizerRecord] = field(default_factory=list)
     largest: int = field(init=False)
     _reader: SliceReader = field(init=False)
@@ -142,10 +139,11 @@ class OptimizerRecord:
             apart = torch.linalg.vector_norm(sample - parameter) / torch.linalg.vector_norm(parameter)
             likeness = 1.0 - apart
             # A copy begins as one. A moment may come to look like its parameter, where decay outweighs gradients.
-            before, first, leads = self.states.get((name, key), (sample, likeness, True))
-            if self.steps == STEPS_APART:
+            unseen = sample, likeness, True, self.told_steps
+            before, first, leads, told_steps = self.states.get((name, key), unseen)
+            if self.told_steps == told_steps + 1:
                 leads = ~is_average(before, sample, parameter)
-            self.states[name, key] = sample, first, leads
+            self.states[name, key] = sample, first, leads, self.told_steps
             began = self.before[name] if name in self.before else before  # noqa: SIM401 - mypy
             is_copy = (sample != before).any() & (sample != began).any() & (apart > NOISE) & leads
             likenesses[name, key] = torch.where(is_copy, torch.minimum(first, likeness), 0.0)
