@@ -111,6 +111,7 @@ class LoopState:
         schedules = [item for item in living if issubclass(type(item), LRScheduler)]
         self._stands: WeakKeyDictionary[LRScheduler, list[Any]] = WeakKeyDictionary()
         self._stands.update({item: _ask(_stand, item, []) for item in schedules})
+        # Of the optimizers, as of attach(), or as they were seen first.
         self._attributes = self._attributes_now()
         # Samples of the state that the loop took a copy of last: a module that holds it is there to evaluate. Of whole
         # tensors, and of the parts that modules outside of the model hold.
