@@ -143,6 +143,7 @@ class SavedStates:
             handle.remove()
         self._handles.clear()
         self._fragments = self._session = self._tensors = None
+        self._hold = lambda _: None
 
     def _hook_of(self, module: nn.Module, handles: Callable[[], list[Any]] = living_handles) -> StateHook | None:
         hooks = private_hooks(module, "_state_dict_hooks", handles).values()
