@@ -173,7 +173,7 @@ class Diloco:
         self._has_left = False
         self._terminate, self._place, self._wish = TerminateFlag(), LearnerPlace(), EndWish()
         self._ranks = Ranks()
-        self._saves = SavedStates(tensors, self._ranks)
+        self._saves = SavedStates(tensors, self._ranks, self._checkpoints.hold)
         self._auto_step = auto_step
         try:
             self._join()

@@ -20,7 +20,7 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.checkpoint import TrainingProgress
 from diloco_node.learner.checkpointing import Checkpointing
 from diloco_node.learner.daemon_session import NOTE_EVERY_S, WAIT_SLICE_S, LearnerSession
-from diloco_node.learner.leaving import EndWish
+from diloco_node.learner.leaving import EndWish, undo_late_step
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.pauses import announce_pause
 from diloco_node.learner.process_signals import TerminateFlag
@@ -99,10 +99,7 @@ class StepBoundaries:
         if look is not None:
             look(boundary.has_orders or fragments.arriving)
         fragments.revert.verify()
-        if warning := fragments.revert.take_warning():
-            log.warning("%s", warning)
-            if session is not None:
-                session.warn(warning)
+        self._tell(fragments.revert.take_warning())
         with session.boundary() if session is not None else contextlib.nullcontext():
             orders = session.orders() if session is not None and boundary.has_orders else NO_ORDERS
             if boundary.has_orders:
@@ -128,7 +125,7 @@ class StepBoundaries:
 
         Raises LearnerError: as `cross`.
         """
-        own = HERE.own
+        own, is_late = HERE.own, self.wish.has_result
         boundary = last = self.cross(tokens, look)
         if HERE.own is not own and not boundary.is_stopping and self._is_without_data():
             with announce_pause(self.session, AWAITED_DATA, HOLD_MAX_S, before=lambda: None):
@@ -140,7 +137,15 @@ class StepBoundaries:
                 while last.is_held and not last.is_stopping:
                     self._wait(WAIT_SLICE_S)
                     last = self.cross(0)
+        if is_late:
+            self._tell(undo_late_step(self))
         return boundary if last is boundary else replace(last, tokens=boundary.tokens)
+
+    def _tell(self, warning: str) -> None:
+        if warning:
+            log.warning("%s", warning)
+            if self.session is not None:
+                self.session.warn(warning)
 
     def are_asked_to_stop(self) -> bool:
         """Whether some rank's process was asked to stop, maybe since its last step. All ranks call it."""

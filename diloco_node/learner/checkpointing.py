@@ -15,7 +15,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -246,6 +246,11 @@ class Checkpointing:
         """Note that the loop has been given the merged model, to evaluate it."""
         if self._loop_state is not None:
             self._loop_state.give(state)
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that the loop has merged parameters, to save them."""
+        if self._loop_state is not None:
+            self._loop_state.hold(tensors)
 
     def save_now(self, progress: TrainingProgress) -> None:
         """Save, and wait until it is on disk."""

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 FINAL_WAIT_S: Final = 60.0
 """A daemon that has finished the run offers its last versions within moments; it may be a new one by then."""
 
+LATE_STEP: Final = (
+    "a step after the run's end is in no model: it is undone, and so are those that follow. Leave the loop at "
+    "should_stop"
+)
+
 log = logging.getLogger("diloco_node.learner")
 
 
@@ -43,11 +48,13 @@ class EndWish:
     Attributes:
         reason: of this rank's script, until it is passed on; empty: there is none.
         final_by_s: until when the last versions are waited for, monotonic, over all that wait.
+        has_result: the model was given the run's final parameters.
+        has_told_late: people were told that later steps are undone.
     """
 
     def __init__(self) -> None:
         self.reason, self.final_by_s = "", math.inf
-        self._is_made = False
+        self._is_made = self.has_result = self.has_told_late = False
 
     def make(self, reason: str) -> None:
         """Keep the first reason, cut to what a message takes. Later ones change nothing."""
@@ -96,10 +103,22 @@ def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None], foreig
         if foreign:
             warn(f"{foreign.partition(':')[0]}: the run's final parameters replace that, as in final.safetensors")
         _place_final(fragments, session)
+        boundaries.wish.has_result = True
         return True
     if session is not None:
         warn("the run is over, but its last versions did not come here: take final.safetensors, not this model")
     return False
+
+
+def undo_late_step(boundaries: StepBoundaries) -> str:
+    """Put the result back after a step past the run's end, for it is what a script saves next. All ranks call it.
+
+    Returns what to tell people, once; else empty.
+    """
+    boundaries.fragments.revert.end()
+    _place_final(boundaries.fragments, boundaries.session)
+    is_told, boundaries.wish.has_told_late = boundaries.wish.has_told_late, True
+    return "" if is_told else LATE_STEP
 
 
 def is_at_end(boundaries: StepBoundaries, warn: Callable[[str], None], was_over: bool, has_result: bool) -> bool:

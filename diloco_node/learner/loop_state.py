@@ -38,6 +38,7 @@ from diloco_node.learner.layouts.tensors import ModelTensors, boxes_of, is_shard
 from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.model_watch import COPY_LIKENESS
 from diloco_node.learner.several_optimizers import inner_of
+from diloco_node.learner.state_watch import schedules_of
 from diloco_node.learner.tensor_forms import sample_of, stack
 
 T = TypeVar("T")
@@ -106,6 +107,12 @@ class LoopState:
         for item in (*living, *_torch_generators(living)):
             if isinstance(item, (*GENERATORS, torch.Generator)):
                 self._has_drawn(item)
+        # Schedules that were there before, and where they stood: those of earlier training never move.
+        schedules = [item for item in living if issubclass(type(item), LRScheduler)]
+        self._stands: WeakKeyDictionary[LRScheduler, list[Any]] = WeakKeyDictionary()
+        self._stands.update({item: _ask(_stand, item, []) for item in schedules})
+        # Of the optimizers, as of attach(), or as they were seen first.
+        self._attributes = self._attributes_now()
         # Samples of the state that the loop took a copy of last: a module that holds it is there to evaluate. Of whole
         # tensors, and of the parts that modules outside of the model hold.
         self._copy: dict[tuple[str, Box | None], Tensor] = {}
@@ -145,12 +152,16 @@ class LoopState:
     def give(self, state: Mapping[str, Any]) -> None:
         """Note what `global_state_dict()` has returned."""
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        self._gifts = [*map(ref, tensors.values())]
+        self.hold(tensors.values())
         self._copy = {(name, None): sample_of(tensor) for name, tensor in tensors.items() if _is_plain(tensor)}
         for values in map(_values_of, self._modules):
             for (name, box), _ in _pieces(values):
                 if box is not None and name in tensors:
                     self._copy[name, box] = sample_of(tensors[name][box.slices])
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Note merged parameters that the loop has for a while, to save them."""
+        self._gifts = [*(gift for gift in self._gifts if gift() is not None), *map(ref, tensors)]
 
     def _new(self, names: Iterable[str]) -> list[str]:
         return [name for name in dict.fromkeys(names) if name not in self._told]
@@ -163,6 +174,10 @@ class LoopState:
         ]
         for module, values in self._others(living):
             pairs += _ask(partial(self._pairs, module), values, [])
+        for key, value in self._attributes_now().items():
+            first = self._attributes.setdefault(key, value)
+            pair = [entry if isinstance(entry, Tensor) else torch.tensor([float(entry)]) for entry in (value, first)]
+            pairs.append((key[0], pair[0], pair[1], 1))
         self._changes = {}
         for label, new, old, distance in pairs:
             if new.shape != old.shape or new.device != old.device:
@@ -275,6 +290,22 @@ class LoopState:
         states = [] if self._optimizer is None else [inner.state.values() for inner in inner_of(self._optimizer)]
         return {id(value) for state in states for values in state for value in values.values()}
 
+    def _attributes_now(self) -> dict[tuple[str, int], Tensor | float]:
+        """Return what optimizers have beside their states, by name: numbers, and samples of what may be moments."""
+        shapes = {tensor.shape for tensor in self._tensors.names}
+        ids = self._moment_ids() | {*map(id, self._tensors.names)}
+        values: dict[tuple[str, int], Tensor | float] = {}
+        for member in [] if self._optimizer is None else inner_of(self._optimizer):
+            for name, value in vars(member).items():
+                items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
+                for number, item in enumerate(() if name == "defaults" else items):
+                    key = f"attribute {name!r} of {type(member).__name__}, outside of its state_dict()", number
+                    if type(item) in (int, float):
+                        values[key] = item
+                    elif type(item) is Tensor and item.shape in shapes and id(item) not in ids and _is_plain(item):
+                        values[key] = sample_of(item)
+        return values
+
     def _has_drawn(self, generator: Any) -> bool:
         if not (state := _ask(_state_text, generator, "")):
             return False
@@ -301,8 +332,8 @@ class LoopState:
         if isinstance(item, GradScaler):
             return f"a {kind.__name__}" if item.is_enabled() else ""
         if isinstance(item, LRScheduler):
-            asks_run = any(map(_asks_run, getattr(item, "lr_lambdas", ())))
-            return "" if asks_run or not hasattr(item, "last_epoch") else f"the position of a {kind.__name__}"
+            is_other = self._stands.get(item) == _stand(item) or any(map(_asks_run, getattr(item, "lr_lambdas", ())))
+            return "" if is_other else f"the position of a {kind.__name__}"
         if isinstance(item, _BaseDataLoaderIter) and not self._has_position and _is_under_way(item):
             return "the position of a DataLoader (diloco_node.integrations has loaders that keep theirs)"
         return ""
@@ -373,6 +404,11 @@ def _reach(components: Iterable[object]) -> list[Any]:
                 inner += getattr(item, "__dict__", {}).values()
         edge = [item for item in inner if id(item) not in members and not inspect.ismodule(item)]
     return list(members.values())
+
+
+def _stand(schedule: LRScheduler) -> list[Any]:
+    """Return where a schedule stands, or those in it."""
+    return [getattr(member, "last_epoch", None) for member in schedules_of([schedule])]
 
 
 def _inner(component: object) -> object:

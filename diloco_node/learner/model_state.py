@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
@@ -94,13 +94,15 @@ class SavedStates:
     its memory, whatever it is called. For a model in parts all ranks would have to call it together, so there it is as
     ever.
 
+    hold: is told of merged parameters that a script has.
+
     Attributes:
         is_over: the model holds the run's result.
     """
 
-    def __init__(self, tensors: ModelTensors, ranks: Ranks) -> None:
+    def __init__(self, tensors: ModelTensors, ranks: Ranks, hold: Callable[[Iterable[Tensor]], None]) -> None:
         self.is_over = False
-        self._ranks = ranks
+        self._ranks, self._hold = ranks, hold
         # None: the learner has left. Copies of the model have this object for longer.
         self._tensors: ModelTensors | None = tensors
         # None: alone, or the learner has left.
@@ -141,6 +143,7 @@ class SavedStates:
             handle.remove()
         self._handles.clear()
         self._fragments = self._session = self._tensors = None
+        self._hold = lambda _: None
 
     def _hook_of(self, module: nn.Module, handles: Callable[[], list[Any]] = living_handles) -> StateHook | None:
         hooks = private_hooks(module, "_state_dict_hooks", handles).values()
@@ -187,6 +190,7 @@ class SavedStates:
                 full = tensors.full_state(fragments.manifest, fragments.global_vectors(), {}, {*names.values()})
             state.update({key: full[name] for key, name in names.items()})
         names = self._all_replaced(state, names)
+        self._hold(state[key] for key in names)
         if self.is_over:
             return
         self._has_merged_state = True

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as optimizer_hooks
 
 from diloco_node.errors import LearnerError
@@ -30,7 +31,7 @@ from diloco_node.learner.late_looks import LateLook, LateLooks
 from diloco_node.learner.layouts.capture import is_capturing
 from diloco_node.learner.layouts.device import has_streams
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.optimizer_record import TOLD, OptimizerRecord
+from diloco_node.learner.optimizer_record import NOISE, TOLD, OptimizerRecord
 from diloco_node.learner.several_optimizers import check_kind, inner_of, kind_of, parameters_of
 from diloco_node.learner.state_watch import StateWatch, schedules_of
 from diloco_node.learner.tensor_forms import (
@@ -58,9 +59,6 @@ FAR_AT_FIRST: Final = 0.5
 
 FAR: Final = 0.1
 """Change between two steps, in lengths of the values, that is a load and no constraint or noise."""
-
-NOISE: Final = 1e-5
-"""The same, of a climb or an average that was taken out again by arithmetic."""
 
 LOOKS_WAITED: Final = 8
 """Looks at what others write for which a device is waited. A loop that writes at each step, such as one that clamps
@@ -325,7 +323,8 @@ class ModelWatch:
         # By the model as it is now: a layer that is unfrozen or new is in it, but is not followed.
         own_names = {parameter: name for name, parameter in self._tensors.present().items()}
         strangers = [parameter for parameter in parameters if parameter in own_names.keys() - self._names.keys()]
-        if alone := [own_names[parameter] for parameter in strangers if parameter.requires_grad]:
+        trainees = [parameter for parameter in strangers if parameter.requires_grad]
+        if alone := [own_names[parameter] for parameter in trainees if is_lazy(parameter) or parameter.numel()]:
             check_not_replaced(self._tensors)
             raise LearnerError(
                 f"an optimizer trains {len(alone)} parameters of the model that attach() does not follow, such as "
@@ -438,8 +437,8 @@ class ModelWatch:
         if change > FAR:
             raise LearnerError(
                 f"{name()!r}, and others, were changed between two steps by something else than their optimizer: "
-                "weights were loaded, or mixed with a copy (averages, Lookahead), and would be merged as if they had "
-                f"been trained. {REMEDY}"
+                "weights were loaded, drawn anew or scaled, or mixed with a copy (averages, Lookahead), and would be "
+                f"merged as if they had been trained. {REMEDY}"
             )
         if not self._has_warned and not (may_be_restored and change <= NOISE):
             self._has_warned = True
@@ -468,22 +467,7 @@ class ModelWatch:
         return ""
 
     def _look_at_states(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
-        """Compare the states with their parameters. A copy moves; the first parameters, kept by some, do not.
-
-        The values at a step's begin are no copy either: SAM takes them anew in each step, to go back to them. Nor are
-        those at its end, as ASGD has them before its averages begin.
-        """
-        self._likeness = {}
-        for name, key, tensor, state in record.shaped_alike(optimizer, self._names):
-            sample, parameter = sample_of(state), sample_of(tensor)
-            apart = torch.linalg.vector_norm(sample - parameter) / torch.linalg.vector_norm(parameter)
-            likeness = 1.0 - apart
-            # A copy begins as one. A moment may come to look like its parameter, where decay outweighs gradients.
-            before, first = record.states.get((name, key), (sample, likeness))
-            record.states[name, key] = sample, first
-            began = record.before[name] if name in record.before else before  # noqa: SIM401 - mypy
-            is_copy = (sample != before).any() & (sample != began).any() & (apart > NOISE)
-            self._likeness[name, key] = torch.where(is_copy, torch.minimum(first, likeness), 0.0)
+        self._likeness = record.likenesses(optimizer, self._names)
         if self._likeness:
             greatest = stack(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max()
             self._looks.note(greatest, COPY_LIKENESS, partial(self._judge_likeness, self._likeness))

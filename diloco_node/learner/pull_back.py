@@ -152,6 +152,11 @@ class PullBackCheck:
         else:
             self.pass_over(local.index)
 
+    def end(self) -> None:
+        """Look at no further version."""
+        self._versions = VERSIONS_MAX
+        self._trials.clear()
+
     def pass_over(self, index: int) -> None:
         """A version was applied that is not looked at: the way since the one before it is not the learner's alone."""
         self._after.pop(index, None)

@@ -93,6 +93,12 @@ class RevertCheck:
         if not self._is_done:
             self._pending[local.index] = _Trial(local, before, after)
 
+    def end(self) -> None:
+        """Look at nothing more."""
+        self._is_done = True
+        self._pending.clear()
+        self._pull_back.end()
+
     def take_warning(self) -> str:
         """Return what people should know of an optimizer that takes back a part of each version; once, else empty."""
         if not self._pull_back.fault or self._has_warned:

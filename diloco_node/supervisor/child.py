@@ -40,6 +40,12 @@ _ECHO: Final = re.compile(
 )
 """In the error of a rank that has lost another: that of the other is the cause."""
 
+_CRASH: Final = re.compile(
+    r"(?:(?P<cause> *what\(\): .*|Fatal Python error: .*)\n(?:.*\n)*?)?"
+    r"Current thread 0x.*\n *(?P<place>File .*)\n(?: +(?:File |\.\.\.).*\n|\n)*(?:Extension modules: .*\n?)?\Z"
+)
+"""The end of the output of a process that crashed outside of Python, as faulthandler writes it."""
+
 COMMAND_CHARS_MAX: Final = 80
 """Characters of a child's command in a message, at most."""
 
@@ -102,8 +108,11 @@ class ChildLog:
 
     def last_line(self) -> str:
         """The last error of Python's in this life's output (libraries print more after a traceback), if there is one of
-        the rank that failed first; else its last line."""
-        lines = [line for line in self.tail.decode("utf-8", "replace").splitlines() if line.strip()]
+        the rank that failed first; else where it crashed, or its last line."""
+        text = self.tail.decode("utf-8", "replace")
+        if crash := _CRASH.search(text):
+            return ", at ".join(part.strip() for part in crash.groups() if part)[:LAST_LINE_CHARS_MAX]
+        lines = [line for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if _ERROR_LINE.fullmatch(line)]
         causes = [line for line in errors if not _ECHO.search(line)]
         return (causes or errors or lines or [""])[-1].strip()[:LAST_LINE_CHARS_MAX]

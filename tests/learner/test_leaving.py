@@ -161,11 +161,13 @@ def test_the_model_holds_the_final_parameters_without_own_steps(folder: Path, is
             daemon.stop_learner(versions=(1, 1))
         stepping.result(PATIENCE_S)
         assert holds_result(toy, daemon), "also for a script that never leaves a `with` block, or saves within it"
-        toy.step(diloco)
-        assert not holds_result(toy, daemon), "own steps are in it"
+        for _ in range(5):
+            toy.step(diloco)
+            assert holds_result(toy, daemon), "also for a loop that goes on to its epoch's end, and saves there"
         diloco.close()
         assert holds_result(toy, daemon)
         assert daemon.wait_for(Done).step == diloco.steps
+        assert [message.text for message in daemon.said if isinstance(message, Warned)] == [leaving.LATE_STEP]
 
 
 def test_what_is_loaded_at_the_end_is_replaced_by_the_result_and_that_is_told(folder: Path) -> None:

@@ -288,6 +288,65 @@ def test_moments_that_a_wrapper_leaves_out_of_its_state_are_named(folder: Path) 
         assert "no checkpoint keeps the moments of SGD, which attach() was not given" in warning
 
 
+class Counting(torch.optim.SGD):
+    """Has a warm-up and moments of its own, as optimizers of one file do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.count, self.limit = 0, 100
+        self.members = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.means = [torch.zeros_like(parameter) for parameter in self.members]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for mean, parameter in zip(self.means, self.members, strict=True):
+            mean.lerp_(parameter.grad, 0.1)
+            parameter.sub_(mean, alpha=min(1.0, self.count / self.limit))
+
+
+def test_what_an_optimizer_has_beside_its_state_is_named(folder: Path) -> None:
+    model = plain()
+    with Loop(folder, model) as loop:
+        loop.diloco.close()
+        shutil.rmtree(folder / "learner")
+        loop.optimizer = Counting(model.parameters())
+        loop.diloco = diloco_node.attach(model, loop.optimizer)
+        loop.step()
+        (warning,) = loop.checkpoint()
+        assert "keeps 2 attributes, such as 'count' of Counting, outside of its state_dict(): a restart" in warning
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_schedule_of_earlier_training_is_not_named_until_it_moves(folder: Path, is_moved: bool) -> None:
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    earlier = torch.optim.lr_scheduler.ChainedScheduler([SCHEDULE(optimizer, 3)])
+    with Loop(folder, model) as loop:
+        loop.step()
+        if is_moved:
+            optimizer.step()
+            earlier.step()
+        warnings = loop.checkpoint()
+        assert len(warnings) == is_moved
+        assert all("the position of a ChainedScheduler" in text for text in warnings)
+
+
+@pytest.mark.no_device("the copies of a state are on the CPU")
+def test_a_merged_state_that_a_trainer_holds_while_it_saves_is_not_named(folder: Path) -> None:
+    with Loop(folder, plain()) as loop:
+        loop.diloco.save_merged(loop.model)
+        held_out = copy.deepcopy(loop.model)
+        for _ in range(4):
+            loop.step()
+            held_out.load_state_dict(loop.diloco.global_state_dict())
+            loop.daemon.commit(0, loop.daemon.theta[0] + 1, -1)
+            loop.diloco.settle(0.1)
+            saved = loop.model.state_dict()
+            assert loop.checkpoint() == []
+        assert saved
+
+
 class Averages:
     """As torch_ema has them."""
 

@@ -137,6 +137,32 @@ def test_weights_outside_of_the_model_are_told_and_merged_when_their_module_is_g
         diloco_node.attach([model, nn.Sequential(nn.Linear(2, 1))], optimizer)
 
 
+def test_a_parameter_without_values_is_no_stranger(folder: Path) -> None:
+    model = net()
+    model.empty = nn.Parameter(torch.zeros(0, 4))
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, 2)
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
+
+
+def test_sparse_gradients_are_looked_at_after_a_version(folder: Path) -> None:
+    model = nn.Embedding(16, 8, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        for step in range(6):
+            if step == 3:
+                for fragment, theta in enumerate(daemon.theta):
+                    daemon.commit(fragment, theta + 1, -1)
+                diloco.settle(0.2)
+            optimizer.zero_grad()
+            model(torch.arange(4)).square().mean().backward()
+            optimizer.step()
+            diloco.step(tokens=4)
+        assert diloco.versions == (1, 1)
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
+
+
 def test_another_optimizer_of_the_same_tensors_is_no_stranger_to_them(folder: Path) -> None:
     model = net()
     first, second = make(model, lr=0.1), make(model, lr=0.1)
@@ -210,6 +236,28 @@ class Anchored(torch.optim.SGD):
         super().step()
 
 
+class Averaging(torch.optim.SGD):
+    """Keeps an average of the weights for an evaluation, which leads nobody."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("average", parameter.clone()).lerp_(parameter, 0.01)
+
+
+class Following(torch.optim.SGD):
+    """Goes half of the way back to an average of its weights in each step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            average = self.state[parameter].setdefault("average", parameter.clone())
+            average.sub_(parameter.grad, alpha=0.01)
+            parameter.lerp_(average, 0.5)
+
+
 class ByData(torch.optim.SGD):
     """Writes in a way that counts nothing, as many optimizers of one file do."""
 
@@ -248,6 +296,7 @@ def train_some(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path)
     [
         (schedule_free, "z"),
         (lambda parameters: Lookahead(parameters, lr=0.01), "slow_buffer"),
+        (lambda parameters: Following(parameters, lr=0.02), "average"),
     ],
 )
 def test_an_optimizer_with_a_second_copy_of_the_weights_is_refused_by_name(
@@ -255,7 +304,7 @@ def test_an_optimizer_with_a_second_copy_of_the_weights_is_refused_by_name(
 ) -> None:
     model = net()
     with pytest.raises(
-        LearnerError, match=rf"\((AdamWScheduleFree|Lookahead)\) trains a copy of '.*', its state '{key}'"
+        LearnerError, match=rf"\((AdamWScheduleFree|Lookahead|Following)\) trains a copy of '.*', its state '{key}'"
     ):
         train_some(model, optimizer(model.parameters()), folder)
 
@@ -281,6 +330,7 @@ def test_what_makes_any_optimizer_schedule_free_is_refused_and_so_is_what_it_wra
         lambda parameters: torch.optim.ASGD(parameters, lr=0.01),
         lambda parameters: torch.optim.ASGD(parameters, lr=0.01, t0=3.0),
         lambda parameters: Anchored(parameters, lr=0.01),
+        lambda parameters: Averaging(parameters, lr=0.01),
         ByData,
         lambda parameters: SharpnessAware(parameters, is_pointing=False),
         lambda parameters: SharpnessAware(parameters, is_pointing=True),

@@ -294,6 +294,12 @@ RANK = "Traceback (most recent call last):\n[rank0]: ValueError: no such expert\
 LOST_RANK = "[rank1]: RuntimeError: [pair.cc:525] Connection closed by peer [127.0.0.1]:4711\n"
 
 
+DUMP = (
+    'Fatal Python error: Aborted\n\nThread 0x01 (most recent call first):\n  File "pool.py", line 81 in run\n\n'
+    'Current thread 0x02 (most recent call first):\n  File "train.py", line 7 in <module>\n\nExtension modules: numpy\n'
+)
+
+
 LAUNCHER = "\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n====\ntrain.py FAILED\n====\n"
 
 
@@ -309,6 +315,12 @@ LAUNCHER = "\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError:
         (RANK + LOST_RANK + LAUNCHER, "[rank0]: ValueError: no such expert"),
         (LOST_RANK, "[rank1]: RuntimeError: [pair.cc:525] Connection closed by peer [127.0.0.1]:4711"),
         ("ChildFailedError: \nSegmentation fault (core dumped)\n\n", "Segmentation fault (core dumped)"),
+        ("step 7\n" + DUMP, 'Fatal Python error: Aborted, at File "train.py", line 7 in <module>'),
+        (
+            "  what():  CUDA error: bad\nframe #0\n" + DUMP,
+            'what():  CUDA error: bad, at File "train.py", line 7 in <module>',
+        ),
+        (DUMP + "RuntimeError: sizes differ\n", "RuntimeError: sizes differ"),
         ("step 7 loss 2.1\n", "step 7 loss 2.1"),
         ("", ""),
     ],

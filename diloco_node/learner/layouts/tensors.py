@@ -318,9 +318,9 @@ class ModelTensors:
         )
 
     def sample_gradients(self, local: LocalFragment) -> Tensor | None:
-        """Return the gradients of the same values, zero where there is none (any more); None where there is not one."""
+        """Return the gradients of the same values, zero where there is none (any more); None: no dense one is there."""
         parameters = [self._tracked[slab.piece.name].parameter for slab in local.slabs]
-        if all(parameter.grad is None for parameter in parameters):
+        if {torch.strided} != {parameter.grad.layout for parameter in parameters if parameter.grad is not None}:
             return None
         sources = [parameter if parameter.grad is None else parameter.grad for parameter in parameters]
         samples = [first_values(local_part(source), slab) for source, slab in zip(sources, local.slabs, strict=True)]
