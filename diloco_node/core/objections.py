@@ -82,7 +82,9 @@ class Objections:
             since_ns = wait[1] if wait and wait[0] == name else now_ns
             waited_ns = now_ns - since_ns
             is_late = waited_ns >= WORD_TIMEOUTS * self._patience_ns
-            fault = self._versions.payload_fault(body) or self.discards.fault(body, is_late=is_late, now_ns=now_ns)
+            # Of an earlier term: who hands it on does not know what the region reports, and is not to blame.
+            is_blamed = is_late and ledger.is_staged(body, term=ledger.term)
+            fault = self._versions.payload_fault(body) or self.discards.fault(body, is_late=is_blamed, now_ns=now_ns)
             waits, doubt = self._reason_to_wait(body, now_ns), self.doubt(body, now_ns=now_ns)
             if not fault and not doubt:
                 if isinstance(body, DiscardedBody | DiskNamedBody):
