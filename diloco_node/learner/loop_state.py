@@ -110,7 +110,7 @@ class LoopState:
         # Schedules that were there before, and where they stood: those of earlier training never move.
         schedules = [item for item in living if issubclass(type(item), LRScheduler)]
         self._stands: WeakKeyDictionary[LRScheduler, list[Any]] = WeakKeyDictionary()
-        self._stands.update({item: _ask(_stand, item, []) for item in schedules})
+        self._stands.update({item: _ask(_stand, item, [None]) for item in schedules})
         # Of the optimizers, as of attach(), or as they were seen first.
         self._attributes = self._attributes_now()
         # Samples of the state that the loop took a copy of last: a module that holds it is there to evaluate. Of whole
@@ -332,8 +332,10 @@ class LoopState:
         if isinstance(item, GradScaler):
             return f"a {kind.__name__}" if item.is_enabled() else ""
         if isinstance(item, LRScheduler):
-            is_other = self._stands.get(item) == _stand(item) or any(map(_asks_run, getattr(item, "lr_lambdas", ())))
-            return "" if is_other else f"the position of a {kind.__name__}"
+            stand = _ask(_stand, item, [None])
+            is_other = None in stand or stand == self._stands.get(item)
+            asks_run = any(map(_asks_run, getattr(item, "lr_lambdas", ())))
+            return "" if is_other or asks_run else f"the position of a {kind.__name__}"
         if isinstance(item, _BaseDataLoaderIter) and not self._has_position and _is_under_way(item):
             return "the position of a DataLoader (diloco_node.integrations has loaders that keep theirs)"
         return ""

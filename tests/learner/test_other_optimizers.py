@@ -146,6 +146,7 @@ def test_a_parameter_without_values_is_no_stranger(folder: Path) -> None:
         assert not [message for message in daemon.said if isinstance(message, Warned)]
 
 
+@pytest.mark.no_device("that one in software has no sparse tensors")
 def test_sparse_gradients_are_looked_at_after_a_version(folder: Path) -> None:
     model = nn.Embedding(16, 8, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters())
