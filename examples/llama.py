@@ -108,9 +108,10 @@ def main() -> None:
                     diloco.evaluated(
                         val_loss=held_out_loss(model, held_out), val_loss_global=held_out_loss(merged, held_out)
                     )
-        loss = held_out_loss(model, held_out)  # the run is over: the model holds its final parameters
-        diloco.evaluated(val_loss_global=loss)
-    sys.stdout.write(f"step {diloco.global_step}: held-out loss {loss:.4f}\n")
+        if not diloco.is_interrupted:  # the run is over, so the model holds its final parameters
+            loss = held_out_loss(model, held_out)
+            diloco.evaluated(val_loss_global=loss)
+            sys.stdout.write(f"step {diloco.global_step}: held-out loss {loss:.4f}\n")
 
 
 if __name__ == "__main__":

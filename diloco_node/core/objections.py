@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
-from diloco_node.core.corroboration import Corroboration
 from diloco_node.core.events import Effect
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.recovery.digest_watch import DigestWatch
 from diloco_node.core.recovery.versions import MISSING_ROUNDS, Versions
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.discard_check import DiscardCheck
-from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.rounds.run_end import RunEnd, is_end
-from diloco_node.core.types import DiscardedBody, DiskNamedBody, EntryBody
+from diloco_node.core.types import DiscardedBody, DiskNamedBody, EntryBody, SnapshotBody
 
 WORD_TIMEOUTS: Final = 16
 """Lost steps wait for the word of a silent region for so many election timeouts: it may have died after its report."""
@@ -25,8 +23,8 @@ class Objections:
 
     Attributes:
         discards: hears the reports of lost steps.
-        corroboration: of what the leader says that others have; None: the ledger is made of what the disk held, which
-            was acknowledged before.
+        digests: of the states here and elsewhere; None: the ledger is made of what the disk held, which was
+            acknowledged before.
     """
 
     def __init__(
@@ -38,30 +36,22 @@ class Objections:
         leader: Callable[[], str],
     ) -> None:
         self._versions, self._end, self.discards = versions, end, DiscardCheck(context, lives, leader)
-        self._context, self._leader = context, leader
-        self._effects, self._absence = context.effects, context.liveness.absence
+        self._context, self._effects, self._absence = context, context.effects, context.liveness.absence
         # An eviction that is taken all the same.
         self._believed: EntryBody | None = None
         # An end is doubted for so long: if others knew a reason for it, a majority would have it by then.
         self._patience_ns = context.settings.election_timeout_ns
         # Whose lost steps wait (empty: another entry does), and since when; None: nothing that is doubted does.
         self._wait: tuple[str, int] | None = None
-        self.corroboration: Corroboration | None = None
-
-    def begin(
-        self, participant: RoundParticipant, digests: DigestWatch, payloads_before: Collection[tuple[int, int, bytes]]
-    ) -> None:
-        """Ask about each further entry: see `Corroboration`."""
-        self.corroboration = Corroboration(
-            self._context, self._versions, participant, digests, self._leader, payloads_before=payloads_before
-        )
+        self.digests: DigestWatch | None = None
 
     def doubt(self, body: EntryBody, *, now_ns: int) -> str:
         """Return why this region does not acknowledge an entry now; empty if it may. Once it may, it may for ever."""
-        if self.corroboration is None:
+        if self.digests is None:
             return ""
-        reason = self._reason_to_wait(body, now_ns) or self.corroboration.doubt(body, now_ns=now_ns)
-        return reason or self.discards.doubt(body, now_ns=now_ns)
+        if isinstance(body, SnapshotBody):
+            return "" if body == self._believed else self.digests.doubt(body)
+        return self._reason_to_wait(body, now_ns) or self.discards.doubt(body, now_ns=now_ns)
 
     def _reason_to_wait(self, body: EntryBody, now_ns: int) -> str:
         """Return why an entry may be wrong, which others may know better."""
@@ -72,33 +62,37 @@ class Objections:
         """Refuse an entry that is not what it says, and its leader; take it if a majority has committed it."""
         effects: list[Effect] = []
         wait, self._wait = self._wait, None
-        word = self.corroboration
-        assert word is not None
         for body in ledger.missing_payloads(rounds_max=MISSING_ROUNDS):
             is_uncertain = ledger.is_staged(body)
-            if fault := self._judge_word(word, body, ledger, now_ns=now_ns):
-                return effects + ledger.refuse(body, fault, now_ns=now_ns)
             name = body.learner if isinstance(body, DiscardedBody) else ""
+            if isinstance(body, SnapshotBody):
+                name = body.digest.hex()
             since_ns = wait[1] if wait and wait[0] == name else now_ns
             waited_ns = now_ns - since_ns
             is_late = waited_ns >= WORD_TIMEOUTS * self._patience_ns
             # Of an earlier term: who hands it on does not know what the region reports, and is not to blame.
             is_blamed = is_late and ledger.is_staged(body, term=ledger.term)
             fault = self._versions.payload_fault(body) or self.discards.fault(body, is_late=is_blamed, now_ns=now_ns)
+            if isinstance(body, SnapshotBody) and is_uncertain:
+                fault = self._snapshot_fault(body)
             waits, doubt = self._reason_to_wait(body, now_ns), self.doubt(body, now_ns=now_ns)
             if not fault and not doubt:
-                if isinstance(body, DiscardedBody | DiskNamedBody):
+                if isinstance(body, DiscardedBody | DiskNamedBody | SnapshotBody):
                     effects += ledger.payload_arrived(now_ns=now_ns)  # it was doubted before
                 continue
-            is_silent = isinstance(body, DiscardedBody) and is_late and not fault
+            is_silent = not fault and (
+                (isinstance(body, DiscardedBody) and is_late)
+                or (isinstance(body, SnapshotBody) and waited_ns >= self._patience_ns)
+            )
             if not is_uncertain or is_silent:
                 if fault or waits or is_silent:
-                    self._effects.note("committed", f"taken all the same: {fault or doubt}", is_alarm=not waits)
+                    is_alarm = not waits and not isinstance(body, SnapshotBody)
+                    self._effects.note("committed", f"taken all the same: {fault or doubt}", is_alarm=is_alarm)
                 self._versions.believe(body)
                 self.discards.believe(body)
                 if is_end(body):
                     self._end.believe()
-                self._believed = body if isinstance(body, DiskNamedBody) else self._believed
+                self._believed = body if isinstance(body, DiskNamedBody | SnapshotBody) else self._believed
                 effects += ledger.payload_arrived(now_ns=now_ns)
             elif fault:
                 self.discards.heed(body)
@@ -109,17 +103,10 @@ class Objections:
                 # What follows waits for it.
                 self._wait = (name, since_ns)
                 break
-        return effects + (ledger.payload_arrived(now_ns=now_ns) if word.take_news() else [])
+        return effects
 
-    def _judge_word(self, word: Corroboration, body: EntryBody, ledger: LedgerCore, *, now_ns: int) -> str:
-        """Return why an entry that nobody bears out is refused; take it if it is committed, or has waited for long."""
-        is_own = ledger.is_staged(body, term=ledger.term)
-        if not ledger.is_staged(body):
-            word.accept(body)
-        elif word.is_late(body, now_ns=now_ns):
-            # Of an entry of an earlier term its leader is not to blame: it has to hand it on, and others may hold it.
-            if is_own and (fault := word.fault(body)):
-                return fault
-            self._effects.note("taken", f"nobody bears it out: {word.doubt(body, now_ns=now_ns)}")
-            word.accept(body)
-        return ""
+    def _snapshot_fault(self, body: SnapshotBody) -> str:
+        """Return why a majority can't have the state that a leader names; empty if it may."""
+        is_voter = self._context.region in self._context.history.roster.voters
+        is_refuted = self.digests is not None and self.digests.is_refuted(body, is_voter=is_voter)
+        return f"a majority told another state of {body.fragment}/{body.version}" if is_refuted else ""

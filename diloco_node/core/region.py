@@ -172,7 +172,7 @@ class RegionCore:
             versions=self.versions,
             effects=self._effects,
         )
-        self._objections.begin(self.participant, self._upkeep.digests, recovery.payloads)
+        self._objections.digests = self._upkeep.digests
         self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
         # Fragments that are due by the learner's last report: a further one is told to the leader at once.
         self._due: frozenset[int] = frozenset()
@@ -348,7 +348,7 @@ class RegionCore:
         """Whether this region's disk can produce what an entry names, and nothing on its way may change that."""
         if isinstance(body, GenesisBody) and self._fetches.brings_other_initial(body.fragment_digests):
             return False
-        return not self._objections.doubt(body, now_ns=self._now_ns) and self.versions.has_payload(body)
+        return self.versions.has_payload(body) and not self._objections.doubt(body, now_ns=self._now_ns)
 
     def _timer_fired(self, event: ev.TimerFired, now_ns: int) -> None:
         self._to_ledger(event, now_ns)

@@ -108,7 +108,7 @@ class LoopState:
             if isinstance(item, (*GENERATORS, torch.Generator)):
                 self._has_drawn(item)
         # Schedules that were there before, and where they stood: those of earlier training never move.
-        schedules = [item for item in living if issubclass(type(item), LRScheduler)]
+        schedules: list[Any] = [item for item in living if issubclass(type(item), LRScheduler)]
         self._stands: WeakKeyDictionary[LRScheduler, list[Any]] = WeakKeyDictionary()
         self._stands.update({item: _ask(_stand, item, [None]) for item in schedules})
         # Of the optimizers, as of attach(), or as they were seen first.
@@ -156,7 +156,8 @@ class LoopState:
         self._copy = {(name, None): sample_of(tensor) for name, tensor in tensors.items() if _is_plain(tensor)}
         for values in map(_values_of, self._modules):
             for (name, box), _ in _pieces(values):
-                if box is not None and name in tensors:
+                # A module of the script's may have another tensor by that name.
+                if box is not None and name in tensors and len(box.slices) == tensors[name].dim():
                     self._copy[name, box] = sample_of(tensors[name][box.slices])
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
@@ -174,10 +175,8 @@ class LoopState:
         ]
         for module, values in self._others(living):
             pairs += _ask(partial(self._pairs, module), values, [])
-        for key, value in self._attributes_now().items():
-            first = self._attributes.setdefault(key, value)
-            pair = [entry if isinstance(entry, Tensor) else torch.tensor([float(entry)]) for entry in (value, first)]
-            pairs.append((key[0], pair[0], pair[1], 1))
+        for key, sample in self._attributes_now().items():
+            pairs.append((key[0], sample, self._attributes.setdefault(key, sample), 1))
         self._changes = {}
         for label, new, old, distance in pairs:
             if new.shape != old.shape or new.device != old.device:
@@ -290,21 +289,25 @@ class LoopState:
         states = [] if self._optimizer is None else [inner.state.values() for inner in inner_of(self._optimizer)]
         return {id(value) for state in states for values in state for value in values.values()}
 
-    def _attributes_now(self) -> dict[tuple[str, int], Tensor | float]:
-        """Return what optimizers have beside their states, by name: numbers, and samples of what may be moments."""
+    def _attributes_now(self) -> dict[tuple[str, int], Tensor]:
+        """Return samples of what optimizers have beside their states and may be moments, by name and number."""
+        samples: dict[tuple[str, int], Tensor] = {}
+        for member in [] if self._optimizer is None else inner_of(self._optimizer):
+            nothing: dict[tuple[str, int], Tensor] = {}
+            samples |= _ask(self._attributes_of, member, nothing)
+        return samples
+
+    def _attributes_of(self, optimizer: torch.optim.Optimizer) -> dict[tuple[str, int], Tensor]:
         shapes = {tensor.shape for tensor in self._tensors.names}
         ids = self._moment_ids() | {*map(id, self._tensors.names)}
-        values: dict[tuple[str, int], Tensor | float] = {}
-        for member in [] if self._optimizer is None else inner_of(self._optimizer):
-            for name, value in vars(member).items():
-                items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
-                for number, item in enumerate(() if name == "defaults" else items):
-                    key = f"attribute {name!r} of {type(member).__name__}, outside of its state_dict()", number
-                    if type(item) in (int, float):
-                        values[key] = item
-                    elif type(item) is Tensor and item.shape in shapes and id(item) not in ids and _is_plain(item):
-                        values[key] = sample_of(item)
-        return values
+        samples: dict[tuple[str, int], Tensor] = {}
+        for name, value in vars(optimizer).items():
+            items = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            for number, item in enumerate(items):
+                if type(item) is Tensor and item.shape in shapes and id(item) not in ids and _is_plain(item):
+                    key = f"attribute {name!r} of {type(optimizer).__name__}, outside of its state_dict()", number
+                    samples[key] = sample_of(item)
+        return samples
 
     def _has_drawn(self, generator: Any) -> bool:
         if not (state := _ask(_state_text, generator, "")):
@@ -333,7 +336,7 @@ class LoopState:
             return f"a {kind.__name__}" if item.is_enabled() else ""
         if isinstance(item, LRScheduler):
             stand = _ask(_stand, item, [None])
-            is_other = None in stand or stand == self._stands.get(item)
+            is_other = set(stand) <= {None} or stand == self._stands.get(item)
             asks_run = any(map(_asks_run, getattr(item, "lr_lambdas", ())))
             return "" if is_other or asks_run else f"the position of a {kind.__name__}"
         if isinstance(item, _BaseDataLoaderIter) and not self._has_position and _is_under_way(item):

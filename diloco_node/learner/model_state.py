@@ -190,7 +190,8 @@ class SavedStates:
                 full = tensors.full_state(fragments.manifest, fragments.global_vectors(), {}, {*names.values()})
             state.update({key: full[name] for key, name in names.items()})
         names = self._all_replaced(state, names)
-        self._hold(state[key] for key in names)
+        # A hook between a module and the outer one may have renamed what the inner one's replaced.
+        self._hold([value for key in names if isinstance(value := state.get(key), Tensor)])
         if self.is_over:
             return
         self._has_merged_state = True

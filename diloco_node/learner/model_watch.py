@@ -340,7 +340,8 @@ class ModelWatch:
             if record is not None and sibling is not record and not sibling.tensors.keys().isdisjoint(tensors):
                 record.siblings.append(sibling)
                 sibling.siblings.append(record)
-        self._constants.update(strangers)
+        # One without values trains nothing: whether it takes a gradient changes nothing.
+        self._constants.update(set(strangers) - set(trainees))
         return self._optimizers[optimizer]
 
     def _compare(self, *, is_trained: bool) -> None:

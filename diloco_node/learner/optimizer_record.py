@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diloco_node.learner.layouts.tensors import local_part
-from diloco_node.learner.tensor_forms import SliceReader, is_average, is_constrained, sample_of
+from diloco_node.learner.tensor_forms import SliceReader, is_constrained, sample_of
 
 TOLD: Final = 0.05
 """Change that is told and ends nobody: the most that a constraint counts as, or a write to other tensors alone."""
@@ -43,8 +43,8 @@ class OptimizerRecord:
         sample: of its largest tensor at that time: a load changes all of them.
             slices: of all its tensors, by device.
         before: samples of its tensors before a step after which its states are looked at, by name.
-        states: samples of its states when looked at last, how much they were like their parameter when looked at
-            first, False for averages that only follow it, and `told_steps`; by names of parameter and state.
+        states: samples of its states when looked at last, and how much they were like their parameter when looked at
+            first, by names of parameter and state.
         siblings: records of optimizers that hold some of the same tensors.
     """
 
@@ -58,7 +58,7 @@ class OptimizerRecord:
     sample: Tensor | None = None
     slices: dict[torch.device, Tensor] = field(default_factory=dict)
     before: dict[str, Tensor] = field(default_factory=dict)
-    states: dict[tuple[str, str], tuple[Tensor, Tensor, Tensor | bool, int]] = field(default_factory=dict)
+    states: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
     siblings: list[OptimizerRecord] = field(default_factory=list)
     largest: int = field(init=False)
     _reader: SliceReader = field(init=False)
@@ -131,7 +131,7 @@ class OptimizerRecord:
         """Compare states with their parameters, by names of both. A copy moves; first parameters, kept by some, don't.
 
         The values at a step's begin are no copy either: SAM takes them anew in each step, to go back to them. Nor are
-        those at its end, as ASGD has them before its averages begin. Nor is an average that leads nobody.
+        those at its end, as ASGD has them before its averages begin.
         """
         likenesses = {}
         for name, key, tensor, state in self.shaped_alike(optimizer, merge_tensors):
@@ -139,13 +139,10 @@ class OptimizerRecord:
             apart = torch.linalg.vector_norm(sample - parameter) / torch.linalg.vector_norm(parameter)
             likeness = 1.0 - apart
             # A copy begins as one. A moment may come to look like its parameter, where decay outweighs gradients.
-            unseen = sample, likeness, True, self.told_steps
-            before, first, leads, told_steps = self.states.get((name, key), unseen)
-            if self.told_steps == told_steps + 1:
-                leads = ~is_average(before, sample, parameter)
-            self.states[name, key] = sample, first, leads, self.told_steps
+            before, first = self.states.get((name, key), (sample, likeness))
+            self.states[name, key] = sample, first
             began = self.before[name] if name in self.before else before  # noqa: SIM401 - mypy
-            is_copy = (sample != before).any() & (sample != began).any() & (apart > NOISE) & leads
+            is_copy = (sample != before).any() & (sample != began).any() & (apart > NOISE)
             likenesses[name, key] = torch.where(is_copy, torch.minimum(first, likeness), 0.0)
         return likenesses
 

@@ -22,12 +22,6 @@ SLICE_VALUES: Final = 64
 BORROWED: Final = ("cuda", "xpu")
 """Devices whose addresses say where a slice lies: it is read without a hold on memory that a model may leave."""
 
-FOLLOWS_MAX: Final = 0.9
-"""Part of the way to a parameter that an average goes in a step; a master goes all of it."""
-
-OFF_WAY: Final = 0.25
-"""How far from the straight way it may be, in lengths of its step, beside the rounding of its values."""
-
 REMEDY: Final = (
     "Build, load, freeze and shard the model first, make the optimizer, and call attach() last. To train other tensors "
     "begin a new run: run.init takes the weights of this one"
@@ -211,15 +205,6 @@ def _slices(shards: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
                 storage = torch._C._construct_storage_from_data_pointer(place, shard.device, size * width)
             # Of the storage, and no view: its base would look like a copy of the parameter (`loop_state`).
             yield number, shard.new_empty(0).set_(storage, offset, (size,), (1,))
-
-
-def is_average(before: Tensor, now: Tensor, parameter: Tensor) -> Tensor:
-    """Whether values went a part of the straight way to their parameter's, as an average does that only follows it."""
-    way, step = parameter - before, now - before
-    share = (way * step).sum() / way.square().sum()
-    off_max = OFF_WAY * step.norm() + torch.finfo(before.dtype).eps * before.norm()
-    is_on_way: Tensor = (step - share * way).norm() < off_max
-    return is_on_way & (share > 0.0) & (share < FOLLOWS_MAX)
 
 
 def is_clamped(before: Tensor, now: Tensor) -> Tensor:

@@ -69,4 +69,5 @@ def replace_file(path: Path, data: Sequence[bytes | memoryview]) -> None:
 def remove_temporaries(folder: Path) -> None:
     """Remove what a crash left half-written; safetensors begins its names with the suffix. Raises OSError."""
     for path in sorted({*folder.glob(f"*{TMP_SUFFIX}"), *folder.glob(f"{TMP_SUFFIX}*")}):
-        path.unlink(missing_ok=True)
+        if not path.is_dir():
+            path.unlink(missing_ok=True)

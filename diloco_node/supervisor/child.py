@@ -41,7 +41,7 @@ _ECHO: Final = re.compile(
 """In the error of a rank that has lost another: that of the other is the cause."""
 
 _CRASH: Final = re.compile(
-    r"(?:(?P<cause> *what\(\): .*|Fatal Python error: .*)\n(?:.*\n)*?)?"
+    r"(?:(?P<cause> {0,8}what\(\): .*|Fatal Python error: .*)\n(?:.*\n)*?)?"
     r"Current thread 0x.*\n *(?P<place>File .*)\n(?: +(?:File |\.\.\.).*\n|\n)*(?:Extension modules: .*\n?)?\Z"
 )
 """The end of the output of a process that crashed outside of Python, as faulthandler writes it."""

@@ -144,6 +144,9 @@ def test_a_parameter_without_values_is_no_stranger(folder: Path) -> None:
     with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
         train(model, optimizer, diloco, 2)
         assert not [message for message in daemon.said if isinstance(message, Warned)]
+        model.load_state_dict(net(7).state_dict(), strict=False)
+        with pytest.raises(LearnerError, match="weights were loaded"):
+            train(model, optimizer, diloco, 1)
 
 
 @pytest.mark.no_device("that one in software has no sparse tensors")
@@ -237,16 +240,6 @@ class Anchored(torch.optim.SGD):
         super().step()
 
 
-class Averaging(torch.optim.SGD):
-    """Keeps an average of the weights for an evaluation, which leads nobody."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter].setdefault("average", parameter.clone()).lerp_(parameter, 0.01)
-
-
 class Following(torch.optim.SGD):
     """Goes half of the way back to an average of its weights in each step."""
 
@@ -331,7 +324,6 @@ def test_what_makes_any_optimizer_schedule_free_is_refused_and_so_is_what_it_wra
         lambda parameters: torch.optim.ASGD(parameters, lr=0.01),
         lambda parameters: torch.optim.ASGD(parameters, lr=0.01, t0=3.0),
         lambda parameters: Anchored(parameters, lr=0.01),
-        lambda parameters: Averaging(parameters, lr=0.01),
         ByData,
         lambda parameters: SharpnessAware(parameters, is_pointing=False),
         lambda parameters: SharpnessAware(parameters, is_pointing=True),

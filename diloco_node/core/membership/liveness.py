@@ -64,7 +64,6 @@ class _Peer:
     applied_index: int = 0
     budget: RateLimits = NO_LIMITS
     is_leaving: bool = False
-    folder: FolderLife | None = None
 
 
 class Liveness:
@@ -145,7 +144,7 @@ class Liveness:
         state = self._peers.get(peer)
         if state is None:
             return
-        state.sequence, state.linked_at, state.folder = 0, self.sequence, None
+        state.sequence, state.linked_at = 0, self.sequence
         if not is_up:
             state.cadence.heard_at_ns = None
 
@@ -179,7 +178,7 @@ class Liveness:
         echo = beat.echo if beat.echo <= self.sequence else 0
         state.sequence, state.echo, state.sequence_at_ns = beat.sequence, echo, now_ns
         state.hears = tuple(name for name in self._regions if name in beat.hears)
-        state.applied_index, state.budget, state.folder = beat.applied_index, beat.budget, beat.folder
+        state.applied_index, state.budget = beat.applied_index, beat.budget
         state.is_leaving = beat.leaving or (beat.learner is not None and beat.learner.leaving)
         self._measure_rtt(state, beat, now_ns)
         self._set_learner(peer, beat.learner, now_ns)
@@ -292,11 +291,6 @@ class Liveness:
     def has_left(self, region: str) -> bool:
         """Whether another region, or its learner, has told that it is about to stop, and has not come back since."""
         return self._peer(region).is_leaving
-
-    def disk_of(self, region: str) -> bytes:
-        """Return the folder that a region has told, this one too; empty if it has not since the link was made."""
-        folder = self.folder if region == self._region else self._peer(region).folder
-        return b"" if folder is None else folder.disk
 
     def rtt_ns(self, region: str) -> int:
         """Round-trip time; 0 if unknown, and to itself."""

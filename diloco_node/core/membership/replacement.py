@@ -290,10 +290,8 @@ class DiskReplacement:
                 continue
             if now_ns - self._named_at_ns.get(region, now_ns - self._rest_ns) < self._rest_ns:
                 continue
-            if named_disk and not expulsion_fault(disks.roster.disks_without(region), region):
-                return DiskNamedBody(region, b"")
             if named_disk:
-                continue  # the others could commit nothing, this neither
+                return DiskNamedBody(region, b"")
             # All that was committed a heartbeat ago is on the new folder: from there it can follow as anybody does.
             if ledger.durable_indexes[region] >= max(caught_up_index, disks.last_change_index):
                 self._named_at_ns[region] = now_ns

@@ -81,24 +81,19 @@ def cycles(versions_missed: int) -> float:
 
 
 def believed_tokens(contributions: Sequence[Contribution], ratio_max: float) -> tuple[float, ...]:
-    """Return the tokens of each contribution as far as the others bear them out."""
-    return borne_out([(contribution.tokens, contribution.steps) for contribution in contributions], ratio_max)
-
-
-def borne_out(claims: Sequence[tuple[int, int]], ratio_max: float) -> tuple[float, ...]:
-    """Return the tokens of each learner as far as the others bear them out. claims: tokens and steps, at least one.
+    """Return the tokens of each contribution as far as the others bear them out.
 
     Tokens per step beyond `ratio_max` times the median of the others count as that median: they are a mistake, or
     something that the operator has to name. The larger of two members is compared with the other. Nobody is compared
     with members that count none.
     """
-    rates = [tokens / steps for tokens, steps in claims]
-    believed: list[float] = []
-    for place, ((tokens, steps), rate) in enumerate(zip(claims, rates, strict=True)):
+    rates = [contribution.tokens / contribution.steps for contribution in contributions]
+    tokens: list[float] = []
+    for place, (contribution, rate) in enumerate(zip(contributions, rates, strict=True)):
         rivals = [rival for rival in rates[:place] + rates[place + 1 :] if rival > 0.0]
         usual = median(rivals) if rivals else rate
-        believed.append(usual * steps if rate > ratio_max * usual else tokens)
-    return tuple(believed)
+        tokens.append(usual * contribution.steps if rate > ratio_max * usual else contribution.tokens)
+    return tuple(tokens)
 
 
 def weights(

@@ -114,19 +114,23 @@ class DigestWatch:
         return tuple(bodies)
 
     def doubt(self, body: SnapshotBody) -> str:
-        """Return why a snapshot may be one that no majority has; empty if this region has it, or a majority told it."""
-        fragment, version, digest = body.fragment, body.version, body.digest
-        own_digest = self._own[fragment].get(version, self._pending[fragment].get(version, b""))
-        told = sum(peer_digest == digest for peer_digest in self._peer_digests(fragment, version))
-        if own_digest == digest or told >= majority_of(len(self._history.roster.voters)):
+        """Return why a snapshot may be a state that no majority has; empty if it is the own one, or a majority's."""
+        digests = self._peer_digests(body.fragment, body.version)
+        own_digest = self._own_digest(body)
+        if own_digest == body.digest or digests.count(body.digest) >= majority_of(len(self._history.roster.voters)):
             return ""
-        here = f"it is {own_digest.hex()} here" if own_digest else "this region does not know its own"
-        return f"it names the state {digest.hex()} of version {version}, {here}, and no majority has told it"
+        here = f"it is {own_digest.hex()} here" if own_digest else "it is not known here"
+        return f"no majority told the state {body.digest.hex()} of {body.fragment}/{body.version}, and {here}"
 
-    def contradicts(self, body: SnapshotBody) -> bool:
-        """Whether this region's own digest is another one."""
-        own_digest = self._own[body.fragment].get(body.version, self._pending[body.fragment].get(body.version))
-        return own_digest not in (None, body.digest)
+    def is_refuted(self, body: SnapshotBody, *, is_voter: bool) -> bool:
+        """Whether a majority told one other state, this region's, so that none can have that of the snapshot.
+
+        is_voter: this region counts among them.
+        """
+        own_digest = self._own_digest(body)
+        equal = self._peer_digests(body.fragment, body.version).count(own_digest)
+        majority = majority_of(len(self._history.roster.voters))
+        return own_digest not in (b"", body.digest) and equal + is_voter >= majority
 
     def minority_fragment(self) -> int:
         """A fragment of which a majority without this region tells another digest than this one's; -1 if there is
@@ -143,10 +147,7 @@ class DigestWatch:
         """Snapshots of the ledger that this region has with another digest."""
         snapshots = []
         for snapshot in self._history.snapshots.all():
-            own_digest = self._own[snapshot.fragment].get(
-                snapshot.version, self._pending[snapshot.fragment].get(snapshot.version)
-            )
-            if own_digest is not None and own_digest != snapshot.digest:
+            if self._own_digest(snapshot) not in (b"", snapshot.digest):
                 snapshots.append(snapshot)
         return tuple(snapshots)
 
@@ -171,6 +172,11 @@ class DigestWatch:
         newest = self._history.snapshots.newest(fragment)
         version_named = 0 if newest is None else newest.version
         return {version: digest for version, digest in self._pending[fragment].items() if version > version_named}
+
+    def _own_digest(self, snapshot: SnapshotBody) -> bytes:
+        """This region's digest of a snapshot's fragment and version; empty if it is not known."""
+        own_digests, waiting = self._own[snapshot.fragment], self._pending[snapshot.fragment]
+        return own_digests.get(snapshot.version, waiting.get(snapshot.version, b""))
 
     def _peer_digests(self, fragment: int, version: int) -> list[bytes]:
         """Return the digests that the voters among the peers reported for a version."""

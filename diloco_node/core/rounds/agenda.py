@@ -176,7 +176,7 @@ class Agenda:
             reason = end_reason(
                 self._history.settings,
                 steps=map(self._progress.steps_of, names),
-                tokens=self._progress.tokens(now_ns=now_ns),
+                tokens=account.merged_tokens(self._fragments),
                 booked_tokens=(account.covered_tokens(name, self._fragments) for name in names),
                 reason_ordered=self._finish_ordered,
             )

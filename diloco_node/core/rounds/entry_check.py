@@ -341,10 +341,8 @@ class EntryCheck:
         """Say what is wrong with the change of a folder: entries that take an id away and that name one alternate."""
         roster = self._facts.roster
         disk = roster.disks.get(body.region, b"")
-        if body.disk == EXPELLED != disk or (not body.disk and disk not in (b"", EXPELLED, EVICTED)):
-            # Two of these in the log could leave no majority, and nobody could take them back.
-            fault = "" if body.region == roster.witness and not body.disk else self._region_fault(body.region)
-            return fault or expulsion_fault(roster.disks_without(body.region), body.region)
+        if body.disk == EXPELLED != disk:
+            return self._region_fault(body.region) or expulsion_fault(roster.disks_without(body.region), body.region)
         if body.disk == EVICTED:
             return self._region_fault(body.region) or roster.eviction_fault(body.region)
         disk = b"" if disk == EVICTED else disk
@@ -415,7 +413,7 @@ class EntryCheck:
             return "a round after the end"
         if body.version != next_version:
             return f"version {body.version} of fragment {body.fragment}, the next is {next_version}"
-        if body.ballot.term != entry.term:
+        if body.ballot.term != entry.term:  # audits follow a leader's ballots, in their order
             return f"ballot {body.ballot} in an entry of term {entry.term}"
         return (
             self._members_fault(body)

@@ -100,10 +100,9 @@ class Judge:
             self._disputes.setdefault(member, set()).add(reducer)
 
     def on_commit(self, round_: OpenRound) -> None:
-        """Clear the members and reducers of a committed ballot that did their part."""
+        """Clear the members and reducers of a committed ballot: each did its part."""
         assert round_.decision is not None
-        learners = [contribution.learner for contribution in round_.decision.contributions]
-        members = [(name, BallotRole.MEMBER) for name in learners if name not in round_.rejections]
+        members = [(contribution.learner, BallotRole.MEMBER) for contribution in round_.decision.contributions]
         for name, role in [*members, *((name, BallotRole.REDUCER) for name in round_.reducers)]:
             if self.book.on_success(name, role):
                 self._effects.note("suspects", f"{name} takes part as {role} again")

@@ -324,10 +324,8 @@ class RoundLeader:
     def _propose_audited(self, round_: OpenRound, now_ns: int) -> None:
         self._audit.request(round_)
         projection = self._payloads.projection(round_.fragment, round_.ballot)
-        reaches = partial(self._liveness.reaches, now_ns=now_ns)
-        if self._audit.is_waiting(round_, projection, reaches, now_ns=now_ns):
+        if self._audit.is_waiting(round_, projection, partial(self._liveness.reaches, now_ns=now_ns), now_ns=now_ns):
             return
-        self._audit.judge_silence(round_, projection, reaches, now_ns=now_ns)
         doubt = self._audit.question(round_, projection, now_ns=now_ns)
         if doubt:
             self._reduce_alone(round_, doubt, now_ns)

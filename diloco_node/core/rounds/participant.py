@@ -82,14 +82,8 @@ class RoundParticipant:
     def is_storing(self, body: RoundBody) -> bool:
         """Whether the payload of this entry is being written to disk."""
         ballot = self.rounds[body.fragment].ballot
-        return self.has_assembled(body) and ballot is not None and not ballot.is_lost
-
-    def has_assembled(self, body: RoundBody, *, another: bool = False) -> bool:
-        """Whether the payload of this entry is what this region got in its ballot; or whether it got another one."""
-        ballot = self.rounds[body.fragment].ballot
-        if ballot is None or ballot.number != body.ballot or not ballot.digest:
-            return False
-        return (ballot.digest != body.payload_digest) is another
+        is_this = ballot is not None and ballot.number == body.ballot and ballot.digest == body.payload_digest
+        return is_this and ballot is not None and not ballot.is_lost
 
     def merged_stripes(self, fragment: int, number: Ballot) -> Mapping[int, tuple[bytes, tuple[float, ...]]]:
         """Return (digest, squared norms per piece) of a ballot's merged stripes that are here, by stripe."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
 
 from diloco_node.core.merge.freivalds import draw_windows, has_other_projections, wrong_reducers
 from diloco_node.core.merge.stripes import piece_blocks
@@ -22,9 +21,6 @@ from diloco_node.core.rounds.suspicion import BallotRole, Blame
 from diloco_node.core.types import Ballot, Contribution, MergeRule
 
 Rows = tuple[tuple[float, ...], ...]
-
-SILENCES_MAX: Final = 2
-"""Audits in a row without the row of a member that is there, before it is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +48,10 @@ class PayloadAudit:
         self._secret, self._context = context.secret, context
         self._is_on = context.settings.merge is not MergeRule.TRIMMED
         self._questions: dict[int, tuple[int, QuestionedPayload]] = {}
-        # Per member, the audits in a row in which it told no row.
-        self._silences: dict[str, int] = {}
 
     def clear(self) -> None:
         """Forget all questions: this region leads no longer."""
         self._questions.clear()
-        self._silences.clear()
 
     def commitment(self, ballot: Ballot) -> bytes:
         """Return what commits this region to its nonce of a ballot that it opens."""
@@ -108,26 +101,6 @@ class PayloadAudit:
             return self._is_on and not round_.nonces
         names = {contribution.learner for contribution in round_.decision.contributions} - round_.projections.keys()
         return len(projection.sums) != len(windows) or any(map(is_there, names))
-
-    def judge_silence(
-        self, round_: OpenRound, projection: Projection, is_there: Callable[[str], bool], *, now_ns: int
-    ) -> None:
-        """Leave members out that are there and tell no row in one audit after the other: no sum with them can be
-        judged. This ballot goes on."""
-        assert round_.decision is not None
-        if not round_.windows or len(projection.sums) != len(round_.windows):
-            return
-        blames = []
-        for contribution, row in zip(round_.decision.contributions, self._rows(round_), strict=True):
-            name = contribution.learner
-            if row or name == self._region:
-                self._silences.pop(name, None)
-            elif is_there(name):
-                self._silences[name] = self._silences.get(name, 0) + 1
-                if self._silences[name] >= SILENCES_MAX:
-                    reason = "it does not tell the projections of its contribution, so no sum with it can be audited"
-                    blames.append(Blame(name, BallotRole.MEMBER, reason, is_proved=True))
-        self._judge.blame_all(round_, blames, now_ns=now_ns)
 
     def question(self, round_: OpenRound, projection: Projection, *, now_ns: int) -> str:
         """Judge a question of the ballot before, then compare the payload's projection by this region, if any, with the

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.bounds import INCARNATION_MAX
-from diloco_node.core.merge.weights import borne_out
 from diloco_node.core.rounds.context import RoundContext
 
 ABSENT_NS: Final = 300_000_000_000
@@ -84,26 +83,9 @@ class RunProgress:
         if settings.steps_max > 0:
             fractions.append(steps / settings.steps_max)
         if settings.tokens_max > 0:
-            fractions.append(self.tokens(now_ns=now_ns) / settings.tokens_max)
+            fractions.append(self._history.account.merged_tokens(self._fragments) / settings.tokens_max)
         self._steps = max(self._steps, min(steps, settings.steps_max or steps))
         return RunPosition(self._steps, min(1.0, max(fractions)) if fractions else None)
-
-    def tokens(self, *, now_ns: int) -> int:
-        """Return the merged tokens, mean over the fragments, as far as the learners bear out each other's.
-
-        Tokens are a learner's own word, as for its weight: one that counts bytes would end the run for all.
-        """
-        account = self._history.account
-        pairs = [
-            (account.covered_tokens(name, self._fragments), account.steps_before(name, INCARNATION_MAX + 1))
-            for name in self.learners(now_ns=now_ns)
-        ]
-        booked = [(tokens, steps) for tokens, steps in pairs if steps > 0]
-        total = sum(tokens for tokens, _ in booked)
-        if not total:
-            return account.merged_tokens(self._fragments)
-        believed = sum(map(int, borne_out(booked, self._history.settings.tokens_ratio_max)))
-        return account.merged_tokens(self._fragments) * believed // total
 
     def steps_of(self, name: str) -> int:
         """Return the steps of a region's learner in all its lives: by its last report, else and before it by the

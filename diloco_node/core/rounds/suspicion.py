@@ -48,8 +48,7 @@ class BallotRole(StrEnum):
 class Blame:
     """A region that failed its part in a ballot. reason: the observation, and whose it is.
 
-    is_proved: the majority of the others says otherwise, or it was late in one audit after the other; else it only was
-    late.
+    is_proved: the majority of the others says otherwise; else it only was late.
     """
 
     region: str

@@ -158,7 +158,7 @@ def build_report(
             "faults": list(account.faults),
             "uncounted": [{"learner": learner, "incarnation": number} for learner, number in account.uncounted],
         },
-        "data": _data(entries, sizes, account, row_tokens, has_lost=bool(_replaced(summary, entries)))
+        "data": _data(entries, sizes, account, row_tokens=row_tokens, has_lost=bool(_replaced(summary, entries)))
         if summary is None
         else None,
         "equal_digests": len(digests) == 1 and None not in digests,
@@ -172,8 +172,8 @@ def _data(
     entries: Sequence[Entry],
     sizes: Sequence[int],
     account: AccountReport,
-    row_tokens: int | None,
     *,
+    row_tokens: int | None = CONTEXT,
     has_lost: bool,
 ) -> dict[str, Any]:
     """Return the count of the rows, and what is wrong with it.

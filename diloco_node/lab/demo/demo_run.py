@@ -9,7 +9,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -294,6 +294,7 @@ class Demo:
         if not self.options.tokens:
             has_orders = self.storm is not None and self.storm.has_open_orders
             return time.monotonic() - trains_s >= self.options.seconds and not has_orders
+        self._check_learners(all)
         # An operator may have ended it before.
         is_over = self.keeper is not None and self.keeper.is_over
         calm = self.storm.calm_tokens if self.storm is not None else 0
@@ -380,11 +381,22 @@ class Demo:
                 await asyncio.wait_for(self.interrupted.wait(), poll_s)
 
     def _all_step(self) -> bool:
-        """Whether each region trains. Raises DilocoError: a learner has crashed for good."""
-        for region in self.regions:
-            if (region.status.get("learner_process") or {}).get("state") == "stopped":
-                raise DilocoError(f"{region.name}: its learner does not start:\n{region.last_lines()}")
+        """Whether each region trains. Raises DilocoError: a learner has ended for good."""
+        self._check_learners(any)
         return all((region.status.get("learner") or {}).get("step", 0) > 0 for region in self.regions)
+
+    def _check_learners(self, are_missed: Callable[[Iterable[bool]], bool]) -> None:
+        """Raise DilocoError where any, or all, of the learners have ended for good before the run."""
+        ends = [
+            (region.status.get("learner_process") or {}).get("state") in ("stopped", "done")
+            and region.status.get("state") not in ("finishing", "finished")
+            for region in self.regions
+        ]
+        if ends and are_missed(ends):
+            region = self.regions[ends.index(True)]
+            raise DilocoError(
+                f"{region.name}: its learner trains no more, before the run's end:\n{region.last_lines()}"
+            )
 
     def _last_lines(self) -> str:
         return "\n".join(f"--- {region.name}\n{region.last_lines(4)}" for region in self.regions)

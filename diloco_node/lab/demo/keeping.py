@@ -22,7 +22,7 @@ from diloco_node.lab.chaos.demo_processes import DemoFile, find_left_behind, hol
 from diloco_node.lab.demo.region_processes import RegionProcess
 from diloco_node.numeric import NS_PER_S
 from diloco_node.state_names import FINAL_NAME
-from diloco_node.supervisor.supervisor_spec import FINAL_CODES
+from diloco_node.supervisor.supervisor_spec import FINAL_CODES, SCRIPT_CODE
 from diloco_node.unix_sockets import Process, process_of
 
 RESTART_NS: Final = NS_PER_S // 10
@@ -50,7 +50,7 @@ class RestartPolicy:
             code: as in subprocess: negative for a signal. has_finished: the region has left the final model. A daemon
                 that was stopped by an order also ends with 0.
         """
-        if code == 0 and has_finished:
+        if code in (0, SCRIPT_CODE) and has_finished:
             return ""
         if code in FINAL_CODES:
             return f"it ended with {code}, which another start would only repeat"
@@ -144,6 +144,8 @@ class RegionKeeper:
             if self.is_starting:
                 why = "it ended too early"
             if why is not None:
+                if code == SCRIPT_CODE:
+                    self.say(f"region {region.name}: its script failed after the run: see {region.state_dir}/logs")
                 self.end_reasons[region.name] = why
                 return
             self.say(f"region {region.name}: its supervisor ended with {code}; started again")

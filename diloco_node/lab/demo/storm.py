@@ -77,7 +77,7 @@ def read_baseline(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
         report = json.loads(file.read_text())
         training, chaos = dict(report["training"]), report["chaos"]
         is_storm = chaos is not None and bool(chaos["struck"])
-        baseline_settings = dict(training["settings"])
+        baseline_settings = {"command": [], **training["settings"]}
         story.compare(training, training, ends_by_tokens=False)  # all that is compared is there
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"--baseline {file} is no report of a demo ({error}): name its report.json") from None

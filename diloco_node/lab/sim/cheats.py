@@ -17,7 +17,6 @@ import numpy as np
 from diloco_node.core.messages import ContributionProjected, MergedReceived
 from diloco_node.core.types import DiscardedBody, EntryBody, RoundBody, SnapshotBody
 from diloco_node.lab.sim import core_parts as view
-from diloco_node.lab.sim import fake_tensors as tensors
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.world import SECOND
 from diloco_node.numeric import F32
@@ -106,26 +105,6 @@ def _name_other_states(host: Host) -> None:
 
     def spoil(body: EntryBody) -> EntryBody:
         return replace(body, digest=bytes([7]) * 32) if isinstance(body, SnapshotBody) else body
-
-    host.spoil_core = partial(view.spoil_proposals, spoil=spoil)
-
-
-def _make_payloads_up(host: Host) -> None:
-    """Each payload that it proposes points the other way than that of the ballot, and is its own work, it says."""
-
-    def spoil(body: EntryBody) -> EntryBody:
-        if not isinstance(body, RoundBody):
-            return body
-        plane, codec, versions = host.plane, host.setup.settings.codec_down, view.versions(host.core)
-        payload = plane.merged_payload(body.ballot)
-        payload = replace(payload, data=tensors.encode(-tensors.decode(payload.data, codec), codec))
-        digest = plane.digest_of(body.fragment, payload)
-        if not digest:
-            return body
-        host.disk.payloads[body.fragment, body.version, digest] = payload
-        versions.payload_stored(body.fragment, body.version, digest)
-        stripes = tuple(replace(stripe, reducer=host.name) for stripe in body.stripes)
-        return replace(body, payload_digest=digest, stripes=stripes, projections=())
 
     host.spoil_core = partial(view.spoil_proposals, spoil=spoil)
 
@@ -237,8 +216,7 @@ CHEATS: dict[str, Cheat] = {
         Cheat("weights", partial(_lead_wrongly, _weigh_the_first), ("its weight",)),
         Cheat("rows left out", partial(_lead_wrongly, lambda _: {"projections": ()}), ("lack the nonce",)),
         Cheat("discards", _throw_away, ("has not given up",)),
-        Cheat("states", _name_other_states, ("it names the state",)),
-        Cheat("payloads", _make_payloads_up, ("is none that came here",), commits_wrong=True),
+        Cheat("states", _name_other_states, ("told another state",)),
         Cheat("early end", _end_early, ("no operator's order",)),
         Cheat("receipts", _deny_receipts),
         Cheat("old folder", _bring_back_old_folder, ("is an older copy",)),

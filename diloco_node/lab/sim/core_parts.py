@@ -9,7 +9,6 @@ if TYPE_CHECKING:
 
     from diloco_node.core.ledger.raft import LedgerCore
     from diloco_node.core.recovery.fetches import Fetches
-    from diloco_node.core.recovery.versions import Versions
     from diloco_node.core.rounds.leader import RoundLeader
     from diloco_node.core.rounds.participant import RoundParticipant
     from diloco_node.core.types import EntryBody
@@ -56,12 +55,6 @@ def participant(core: Any) -> RoundParticipant:
     """Its part in rounds that others lead."""
     member: RoundParticipant = core.participant
     return member
-
-
-def versions(core: Any) -> Versions:
-    """The versions that its disk holds."""
-    parts: Versions = core.versions
-    return parts
 
 
 def spoil_proposals(core: Any, spoil: Callable[[EntryBody], EntryBody]) -> None:

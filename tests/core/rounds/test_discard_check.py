@@ -191,10 +191,10 @@ class Ledger:
     def missing_payloads(self, *, rounds_max: int) -> tuple[DiscardedBody, ...]:
         return tuple(self.bodies)
 
-    term = 1
+    term, is_own = 1, True
 
     def is_staged(self, _: DiscardedBody, *, term: int = 0) -> bool:
-        return True
+        return not term or self.is_own
 
     def refuse(self, _body: DiscardedBody, _fault: str, *, now_ns: int) -> list[Effect]:
         self.refused.append(self.leader)
@@ -214,7 +214,7 @@ class Bench(Desk):
         nothing: Any = SimpleNamespace(payload_fault=lambda _: "", doubt=lambda _, now_ns: "", believe=lambda _: None)
         context = context_of(history_of(), region="b", effects=self.effects, liveness=self.liveness)
         self.objections = Objections(context, nothing, nothing, {}, lambda: self.ledger.leader)
-        self.objections.begin(nothing, nothing, ())
+        self.objections.digests = nothing
 
     def ask(self, now_ns: int = 0) -> None:
         log: Any = self.ledger
@@ -265,10 +265,22 @@ def test_the_word_of_another_region_is_waited_for_anew() -> None:
 
 def test_what_the_disk_held_at_the_start_was_acknowledged_before() -> None:
     bench, body = Bench(), lost(4, 0, 8)
-    word, bench.objections.corroboration = bench.objections.corroboration, None
+    digests, bench.objections.digests = bench.objections.digests, None
     assert bench.objections.doubt(body, now_ns=0) == ""
-    bench.objections.corroboration = word
+    bench.objections.digests = digests
     assert bench.objections.doubt(body, now_ns=0)
+
+
+def test_what_a_former_leader_booked_is_taken_late_from_who_hands_it_on() -> None:
+    """Its region trains on and reports it no more: it has the entry itself."""
+    for is_own, taken, refused in ((True, 0, ["a"]), (False, 1, [])):
+        bench = Bench(lost(3, 0, 40))
+        bench.hear(STATUS)
+        bench.ledger.is_own = is_own
+        bench.ask()
+        bench.hear(replace(STATUS, step=STATUS.step + 1), now_ns=5)
+        bench.ask(16 * bench.patience_ns)
+        assert (bench.ledger.taken, bench.ledger.refused) == (taken, refused)
 
 
 def test_what_a_majority_committed_is_doubted_no_more() -> None:

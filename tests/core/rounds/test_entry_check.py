@@ -70,7 +70,7 @@ def test_an_honest_ledger_is_accepted_whole() -> None:
         (replace(FIRST, fragment=99), "there is no fragment 99"),
         (replace(FIRST, version=2), "version 2 of fragment 0, the next is 1"),
         (replace(FIRST, ballot=Ballot(2, 1)), "ballot 2.1 in an entry of term 1"),
-        (replace(FIRST, ballot=Ballot(0, 1)), "ballot 0.1"),
+        (replace(FIRST, ballot=Ballot(0, 1)), "ballot 0.1 in an entry of term 1"),
         (replace(FIRST, members=()), "members (none)"),
         (replace(FIRST, members=FIRST.members[::-1]), "members b, a"),
         (replace(FIRST, members=FIRST.members[:1] * 2), "members a, a"),

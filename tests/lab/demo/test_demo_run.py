@@ -3,6 +3,7 @@
 import asyncio
 import re
 import tomllib
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +142,28 @@ def test_a_command_that_no_demo_can_run_is_refused_before_the_first_file(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("states", "is_run_over", "is_raised"),
+    [
+        (("done", "running"), False, False),
+        (("done", "stopped"), False, True),
+        (("done", "done"), True, False),
+    ],
+)
+def test_a_demo_whose_scripts_have_all_ended_before_its_tokens_ends_too(
+    tmp_path: Path, states: tuple[str, ...], is_run_over: bool, is_raised: bool
+) -> None:
+    demo = Demo(DemoOptions(regions=2, tokens=1_000_000, command=("true",)), tmp_path / "run")
+    demo.prepare()
+    demo.course.begin()
+    for region, state in zip(demo.regions, states, strict=True):
+        region.status = {"learner_process": {"state": state}, "state": "finished" if is_run_over else "training"}
+    demo.course.take(demo.regions)
+    raises = pytest.raises(DilocoError, match="us-east: its learner trains no more") if is_raised else nullcontext()
+    with raises:
+        assert not demo.is_trained(0.0)
+
+
 def test_a_learner_that_never_starts_ends_the_demo_with_its_last_lines(demo: Demo) -> None:
     demo.prepare()
     assert demo._all_step() is False
@@ -148,7 +171,9 @@ def test_a_learner_that_never_starts_ends_the_demo_with_its_last_lines(demo: Dem
     log.parent.mkdir(parents=True)
     log.write_text("ModuleNotFoundError: No module named 'torch'\n")
     demo.regions[1].status = {"learner_process": {"state": "stopped"}}
-    with pytest.raises(DilocoError, match="us-west: its learner does not start:\nModuleNotFoundError"):
+    with pytest.raises(
+        DilocoError, match="us-west: its learner trains no more, before the run's end:\nModuleNotFoundError"
+    ):
         demo._all_step()
 
 

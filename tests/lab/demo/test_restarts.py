@@ -26,6 +26,7 @@ def test_who_has_finished_and_ends_with_zero_is_done_and_who_is_killed_is_not() 
     assert policy.final_reason(-9, has_finished=True, now_ns=0) is None
     assert policy.final_reason(1, has_finished=True, now_ns=1) is None
     assert policy.final_reason(0, has_finished=True, now_ns=2) == ""
+    assert policy.final_reason(8, has_finished=True, now_ns=2) == "", "a script may fail after the run"
 
 
 @pytest.mark.parametrize("code", sorted(FINAL_CODES))

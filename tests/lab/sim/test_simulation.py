@@ -131,7 +131,6 @@ CHEAT_SIGNS = {
     "discards": "has not given up",
     "early end": "no operator's order",
     "states": "snapshot: ",
-    "payloads": "holders: ",
     "old folder": "age: ",
 }
 
