@@ -108,9 +108,10 @@ class LoopState:
             if isinstance(item, (*GENERATORS, torch.Generator)):
                 self._has_drawn(item)
         # Schedules that were there before, and where they stood: those of earlier training never move.
-        schedules: list[Any] = [item for item in living if issubclass(type(item), LRScheduler)]
+        schedules = [item for item in living if issubclass(type(item), LRScheduler)]
         self._stands: WeakKeyDictionary[LRScheduler, list[Any]] = WeakKeyDictionary()
-        self._stands.update({item: _ask(_stand, item, [None]) for item in schedules})
+        for item in schedules:
+            self._stands[cast(LRScheduler, item)] = _ask(_stand, item, [None])
         # Of the optimizers, as of attach(), or as they were seen first.
         self._attributes = self._attributes_now()
         # Samples of the state that the loop took a copy of last: a module that holds it is there to evaluate. Of whole
