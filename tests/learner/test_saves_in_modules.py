@@ -110,3 +110,18 @@ def test_save_merged_many_times_adds_no_hooks(folder: Path) -> None:
         for _ in range(5):
             diloco.save_merged(net)
         assert [len(net._load_state_dict_post_hooks), len(net._state_dict_hooks)] == counts == [1, 1]
+
+
+def test_a_hook_between_a_model_and_the_part_within_may_drop_what_that_has_merged(folder: Path) -> None:
+    whole = nn.Sequential(nn.Sequential(Pretrained(6, 5)))
+
+    def drop(_module: Any, state: dict[str, Any], prefix: str, _: object) -> None:
+        del state[f"{prefix}0.bias"]
+
+    with FakeDaemon(folder) as daemon, diloco_node.attach(whole, torch.optim.SGD(whole.parameters())) as diloco:
+        merged = commit_all(daemon, diloco)
+        whole[0].register_state_dict_post_hook(drop)
+        diloco.save_merged(whole)
+        state = whole.state_dict()
+        assert torch.equal(state["0.0.weight"], merged["0.0.weight"])
+        assert "0.0.bias" not in state
