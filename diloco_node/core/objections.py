@@ -41,7 +41,7 @@ class Objections:
         self._believed: EntryBody | None = None
         # An end is doubted for so long: if others knew a reason for it, a majority would have it by then.
         self._patience_ns = context.settings.election_timeout_ns
-        # Whose lost steps wait (empty: another entry does), and since when; None: nothing that is doubted does.
+        # A learner whose lost steps wait, a digest, or "" for another entry, and since when; None: nothing waits.
         self._wait: tuple[str, int] | None = None
         self.digests: DigestWatch | None = None
 

@@ -166,11 +166,11 @@ class BallotClock:
         A region is believed to be slower than the others by as much as its learner is.
         """
         budgets = [self._liveness.budget(name) for name in {*members, *(stripe.reducer for stripe in stripes)}]
-        usual = RATE_UNKNOWN_BYTES_PER_S
+        rounds = self._context.settings.rounds_in_flight_max
+        usual = RATE_UNKNOWN_BYTES_PER_S * rounds
         rates = sorted(min(budget.egress or usual, budget.ingress or usual) for budget in budgets)
-        slowest = max(rates[0], rates[(len(rates) - 1) // 2] // SLOWER_MAX)
-        rate = max(1, slowest // self._context.settings.rounds_in_flight_max)
-        return rate if slowest < usual else 0
+        rate = max(1, max(rates[0], rates[(len(rates) - 1) // 2] // SLOWER_MAX) // rounds)
+        return rate if rate < RATE_UNKNOWN_BYTES_PER_S else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,3 +203,39 @@ def test_a_region_that_most_contradict_knows_it() -> None:
     assert watch.minority_fragment() == -1
     watch.on_report("d", (FragmentDigest(1, 4, GOOD),))
     assert watch.minority_fragment() == 1
+
+
+NAMED = SnapshotBody(1, 4, BAD)
+
+
+@pytest.mark.parametrize(
+    ("own", "told", "is_doubted", "is_refuted", "is_refuted_by_a_contributor"),
+    [
+        (BAD, "", False, False, False),
+        (None, "", True, False, False),
+        (GOOD, "", True, False, False),
+        (GOOD, "b", True, True, False),
+        (GOOD, "bc", True, True, True),
+        (None, "bc", True, False, False),
+    ],
+)
+def test_a_state_is_refuted_where_a_majority_told_another(
+    own: bytes | None, told: str, is_doubted: bool, is_refuted: bool, is_refuted_by_a_contributor: bool
+) -> None:
+    watch, _ = a_watch()
+    if own is not None:
+        watch.on_digest(1, 4, own, now_ns=0)
+    for peer in told:
+        watch.on_report(peer, (FragmentDigest(1, 4, GOOD),))
+    assert bool(watch.doubt(NAMED)) is is_doubted
+    assert watch.is_refuted(NAMED, is_voter=True) is is_refuted
+    assert watch.is_refuted(NAMED, is_voter=False) is is_refuted_by_a_contributor
+
+
+def test_a_state_that_a_majority_told_is_not_doubted_whatever_is_here() -> None:
+    watch, _ = a_watch()
+    watch.on_digest(1, 4, GOOD, now_ns=0)
+    for peer in "bc":
+        watch.on_report(peer, (FragmentDigest(1, 4, BAD),))
+    assert watch.doubt(NAMED) == ""
+    assert not watch.is_refuted(NAMED, is_voter=True)

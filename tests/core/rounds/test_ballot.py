@@ -7,7 +7,13 @@ import pytest
 from diloco_node.core.merge.fragments import Fragment, Piece
 from diloco_node.core.merge.schedule import SLOWER_MAX
 from diloco_node.core.messages import BallotOpened, MergeDecided, Receipt, ReductionReported, ReusedStripe
-from diloco_node.core.rounds.ballot import BallotClock, ballot_deadline, encoded_bytes, plan_next
+from diloco_node.core.rounds.ballot import (
+    RATE_UNKNOWN_BYTES_PER_S,
+    BallotClock,
+    ballot_deadline,
+    encoded_bytes,
+    plan_next,
+)
 from diloco_node.core.rounds.open_round import Deadline, OpenRound, payload_digest
 from diloco_node.core.types import Ballot, Codec, MergeRule, RateLimits, Stripe
 from tests.kit.rounds_kit import (
@@ -147,6 +153,21 @@ def test_one_region_with_a_tiny_budget_holds_no_ballot_up_for_days() -> None:
     world.liveness.own_budget(RateLimits(1, 1))
     reported = clock.deadline(0, ("a", "b", "c"), stripes, attempt=0)
     assert assumed.duration_ns < reported.duration_ns < 40 * assumed.duration_ns
+
+
+@pytest.mark.parametrize(
+    ("rate", "is_longer"), [(RATE_UNKNOWN_BYTES_PER_S, True), (3 * RATE_UNKNOWN_BYTES_PER_S, False)]
+)
+def test_of_a_budget_a_ballot_has_the_part_of_one_round(rate: int, is_longer: bool) -> None:
+    """Two rounds are in flight: a budget of the assumed rate has half of it for each."""
+    world = Neighbourhood()
+    world.all_hear(status(), now_ns=0)
+    manifest = replace(MANIFEST, fragments=(fragment(2**24), *MANIFEST.fragments[1:]))
+    clock = BallotClock(context_of(history_of(), liveness=world.liveness, manifest=manifest))
+    stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4), Stripe("c", 4, 6))
+    assumed = clock.deadline(0, ("a", "b", "c"), stripes, attempt=0)
+    world.liveness.own_budget(RateLimits(rate, rate))
+    assert (clock.deadline(0, ("a", "b", "c"), stripes, attempt=0).duration_ns > assumed.duration_ns) is is_longer
 
 
 STRIPES = (Stripe("a", 0, 2), Stripe("b", 2, 4), Stripe("c", 4, 5))

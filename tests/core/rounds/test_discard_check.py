@@ -12,7 +12,7 @@ from diloco_node.core.messages import DiscardReported, Heartbeat
 from diloco_node.core.objections import Objections
 from diloco_node.core.rounds.discard_check import DiscardCheck
 from diloco_node.core.rounds.discards import BOOKING_MAX
-from diloco_node.core.types import DiscardedBody, FragmentPosition, LearnerStatus
+from diloco_node.core.types import DiscardedBody, FragmentPosition, LearnerStatus, SnapshotBody
 from tests.kit.rounds_kit import context_of, history_of
 
 STATUS = LearnerStatus(3, 90, 900, 10, (FragmentPosition(4, 40, 40, 400), FragmentPosition(4, 60, 60, 600)))
@@ -269,6 +269,23 @@ def test_what_the_disk_held_at_the_start_was_acknowledged_before() -> None:
     assert bench.objections.doubt(body, now_ns=0) == ""
     bench.objections.digests = digests
     assert bench.objections.doubt(body, now_ns=0)
+
+
+@pytest.mark.parametrize("is_refuted", [False, True])
+def test_a_state_that_nobody_knows_waits_for_a_timeout_and_one_that_is_refuted_for_none(is_refuted: bool) -> None:
+    bench = Bench()
+    body: Any = SnapshotBody(0, 4, b"n" * 32)
+    bench.ledger.bodies = [body]
+    watch: Any = SimpleNamespace(doubt=lambda _: "not known here", is_refuted=lambda _, is_voter: is_refuted)
+    bench.objections.digests = watch
+    bench.ask()
+    assert (bench.ledger.taken, bench.ledger.refused) == (0, ["a"] if is_refuted else [])
+    if not is_refuted:
+        bench.ask(bench.patience_ns - 1)
+        assert bench.ledger.taken == 0
+        bench.ask(bench.patience_ns)
+        assert bench.ledger.taken == 1
+        assert bench.objections.doubt(body, now_ns=bench.patience_ns) == "", "it may be acknowledged now"
 
 
 def test_what_a_former_leader_booked_is_taken_late_from_who_hands_it_on() -> None:
