@@ -70,8 +70,8 @@ class Objections:
             since_ns = wait[1] if wait and wait[0] == name else now_ns
             waited_ns = now_ns - since_ns
             is_late = waited_ns >= WORD_TIMEOUTS * self._patience_ns
-            # Of an earlier term: who hands it on does not know what the region reports, and is not to blame.
-            is_blamed = is_late and ledger.is_staged(body, term=ledger.term)
+            # Who hands on another leader's entry does not know what the region reports, and is not to blame.
+            is_blamed = is_late and ledger.is_staged(body, leader=ledger.leader)
             fault = self._versions.payload_fault(body) or self.discards.fault(body, is_late=is_blamed, now_ns=now_ns)
             if isinstance(body, SnapshotBody) and is_uncertain:
                 fault = self._snapshot_fault(body)

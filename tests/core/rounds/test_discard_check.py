@@ -191,10 +191,10 @@ class Ledger:
     def missing_payloads(self, *, rounds_max: int) -> tuple[DiscardedBody, ...]:
         return tuple(self.bodies)
 
-    term, is_own = 1, True
+    is_own = True
 
-    def is_staged(self, _: DiscardedBody, *, term: int = 0) -> bool:
-        return not term or self.is_own
+    def is_staged(self, _: DiscardedBody, *, leader: str = "") -> bool:
+        return not leader or self.is_own
 
     def refuse(self, _body: DiscardedBody, _fault: str, *, now_ns: int) -> list[Effect]:
         self.refused.append(self.leader)
