@@ -395,7 +395,10 @@ class Versions:
             return False
         if healing is not None:
             return healing.reached < self._base_versions[fragment]
-        return max(self.states[fragment], self.applied[fragment]) < self._base_versions[fragment]
+        genesis, newest = self._history.genesis, max(self.states[fragment], self.applied[fragment])
+        if newest == 0 and genesis is not None and not self._has_initial(fragment, genesis):
+            return True  # the Theta_0 of the own learner, and another than the run's
+        return newest < self._base_versions[fragment]
 
     def _is_starving(self, fragment: int) -> bool:
         """Whether the next round to apply is committed, and its payload is not here."""

@@ -331,3 +331,16 @@ def test_another_theta_zero_of_the_own_learner_is_replaced_at_once() -> None:
     disk.requests(GENESIS)
     disk.fetches.pump(leader="b", alive=("b",), now_ns=7)
     assert disk.fetches.in_flight() == ((1, 0, "b"),)
+
+
+def test_another_theta_zero_is_not_what_a_base_stands_for() -> None:
+    """A joiner whose own learner has laid down other parameters gets a base from before the first round."""
+    disk = Disk()
+    disk.versions.initial_state_stored((DIGESTS[0], b"other" * 6))
+    disk.history.apply(disk.ledger.add(GENESIS), now_ns=0)
+    disk.versions.begin_at(1)
+    assert not disk.versions.has_base()
+    assert disk.requests() == [(1, 0, True)]
+    disk.versions.state_stored(1, 0, DIGESTS[1])
+    assert disk.versions.has_base()
+    assert not disk.versions.is_lacking
