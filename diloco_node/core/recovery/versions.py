@@ -319,7 +319,9 @@ class Versions:
         for fragment in sorted(self._prunable):
             oldest, newest = self._history.snapshots.oldest(fragment), self._history.snapshots.newest(fragment)
             if oldest is not None and newest is not None and fragment not in self._healing:
-                keep_from = min(oldest.version, newest.version - self._payload_versions)
+                # A fetched state may have overtaken the version that is being applied from its file.
+                versions = (oldest.version, newest.version - self._payload_versions, self._busy[fragment])
+                keep_from = min(version for version in versions if version is not None)
                 self._effects.emit(PruneFiles(fragment, keep_from))
         self._prunable.clear()
 

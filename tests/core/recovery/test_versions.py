@@ -304,6 +304,22 @@ def test_payloads_that_snapshots_overtake_are_kept_until_they_are_applied() -> N
     assert applied == bodies
 
 
+def test_the_file_that_is_being_applied_stays_though_a_fetched_state_and_snapshots_overtake_it() -> None:
+    disk = Disk()
+    disk.begin()
+    bodies = [committed_round(0, version, ()) for version in range(1, 6)]
+    disk.store(bodies[0])
+    for body in bodies:
+        disk.commit(body)
+    assert disk.pump() == [ApplyVersion(bodies[0])]
+    for version in (3, 5):
+        disk.commit(SnapshotBody(0, version, DIGESTS[0]))
+    disk.versions.state_stored(0, 5, DIGESTS[0])
+    assert disk.pump() == [PruneFiles(0, 1)]
+    disk.versions.version_applied(0, 1)
+    assert disk.pump() == [AdoptState(0, 5)]
+
+
 def test_nothing_is_fetched_that_is_there() -> None:
     disk = Disk()
     disk.begin()
