@@ -61,12 +61,13 @@ class Objections:
     def raise_against(self, ledger: LedgerCore, *, now_ns: int) -> list[Effect]:
         """Refuse an entry that is not what it says, and its leader; take it if a majority has committed it."""
         effects: list[Effect] = []
-        wait, self._wait = self._wait or ("", now_ns), None
+        wait, self._wait = self._wait, None
+        is_settled = wait is not None
         missing = ledger.missing_payloads(rounds_max=MISSING_ROUNDS)
         for place, body in enumerate(missing):
             is_uncertain, name = ledger.is_staged(body), _name(body)
-            is_begun = wait[0] == name and not self._will_know(body, missing[:place])
-            waited_ns = now_ns - wait[1] if is_begun else 0
+            is_new = wait is None or wait[0] != name or self._will_know(body, missing[:place])
+            waited_ns = 0 if wait is None or is_new else now_ns - wait[1]
             is_late = waited_ns >= WORD_TIMEOUTS * self._patience_ns
             # Of an earlier term: who hands it on does not know what the region reports, and is not to blame.
             is_blamed = is_late and ledger.is_staged(body, term=ledger.term)
@@ -75,8 +76,6 @@ class Objections:
                 fault = self._snapshot_fault(body)
             waits, doubt = self._reason_to_wait(body, now_ns), self.doubt(body, now_ns=now_ns)
             if not fault and not doubt:
-                if isinstance(body, DiscardedBody | DiskNamedBody | SnapshotBody):
-                    effects += ledger.payload_arrived(now_ns=now_ns)  # it was doubted before
                 continue
             is_silent = not fault and (
                 (isinstance(body, DiscardedBody) and is_late)
@@ -92,6 +91,7 @@ class Objections:
                     self._end.believe()
                 self._believed = body if isinstance(body, DiskNamedBody | SnapshotBody) else self._believed
                 effects += ledger.payload_arrived(now_ns=now_ns)
+                is_settled = False
             elif fault:
                 self.discards.heed(body)
                 return effects + ledger.refuse(body, fault, now_ns=now_ns)
@@ -101,6 +101,10 @@ class Objections:
                 # What follows waits for it.
                 self._wait = (name, now_ns - waited_ns)
                 break
+        if is_settled and self._wait is None:
+            effects += ledger.payload_arrived(
+                now_ns=now_ns
+            )  # it is not doubted any more: no leader may be there to ask
         return effects
 
     def _will_know(self, body: EntryBody, before: Sequence[EntryBody]) -> bool:

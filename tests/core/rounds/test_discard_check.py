@@ -314,6 +314,23 @@ def test_a_state_that_this_region_will_reach_is_not_taken_before_it_knows_its_ow
     assert bench.ledger.taken == 1
 
 
+def test_an_entry_that_waited_is_taken_once_it_is_not_doubted_also_where_no_leader_sends_more() -> None:
+    """A tail of the witness ended with a state that was not known yet: its reader never got a vote."""
+    bench = Bench()
+    body: Any = SnapshotBody(0, 4, b"n" * 32)
+    bench.ledger.bodies = [body]
+    bench.objections.digests = SimpleNamespace(  # type: ignore[assignment]
+        doubt=lambda _: "not known here", is_refuted=lambda _, is_voter: False, is_due=lambda _: True
+    )
+    bench.ask()
+    bench.ask(1)
+    assert bench.ledger.taken == 0
+    bench.ledger.bodies = []  # nothing is missing now
+    bench.ask(2)
+    bench.ask(3)
+    assert bench.ledger.taken == 1
+
+
 def test_a_region_that_heals_takes_a_state_that_it_may_never_reach() -> None:
     bench = Bench()
     body: Any = SnapshotBody(0, 4, b"n" * 32)
