@@ -125,7 +125,7 @@ class Objections:
 
 
 def _name(body: EntryBody) -> str:
-    """What the wait for an entry is about: a learner, a digest, or another entry."""
+    """Subject of the wait for an entry: a learner, a digest, or another entry."""
     if isinstance(body, SnapshotBody):
         return body.digest.hex()
     return body.learner if isinstance(body, DiscardedBody) else ""
