@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from diloco_node.core.events import Effect
@@ -12,7 +12,7 @@ from diloco_node.core.recovery.versions import MISSING_ROUNDS, Versions
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.discard_check import DiscardCheck
 from diloco_node.core.rounds.run_end import RunEnd, is_end
-from diloco_node.core.types import DiscardedBody, DiskNamedBody, EntryBody, SnapshotBody
+from diloco_node.core.types import DiscardedBody, DiskNamedBody, EntryBody, RoundBody, SnapshotBody
 
 WORD_TIMEOUTS: Final = 16
 """Lost steps wait for the word of a silent region for so many election timeouts: it may have died after its report."""
@@ -62,13 +62,12 @@ class Objections:
         """Refuse an entry that is not what it says, and its leader; take it if a majority has committed it."""
         effects: list[Effect] = []
         wait, self._wait = self._wait, None
-        for body in ledger.missing_payloads(rounds_max=MISSING_ROUNDS):
-            is_uncertain = ledger.is_staged(body)
-            name = body.learner if isinstance(body, DiscardedBody) else ""
-            if isinstance(body, SnapshotBody):
-                name = body.digest.hex()
-            since_ns = wait[1] if wait and wait[0] == name else now_ns
-            waited_ns = now_ns - since_ns
+        is_settled = wait is not None
+        missing = ledger.missing_payloads(rounds_max=MISSING_ROUNDS)
+        for place, body in enumerate(missing):
+            is_uncertain, name = ledger.is_staged(body), _name(body)
+            is_new = wait is None or wait[0] != name or self._will_know(body, missing[:place])
+            waited_ns = 0 if wait is None or is_new else now_ns - wait[1]
             is_late = waited_ns >= WORD_TIMEOUTS * self._patience_ns
             # Who hands on another leader's entry does not know what the region reports, and is not to blame.
             is_blamed = is_late and ledger.is_staged(body, leader=ledger.leader)
@@ -77,8 +76,6 @@ class Objections:
                 fault = self._snapshot_fault(body)
             waits, doubt = self._reason_to_wait(body, now_ns), self.doubt(body, now_ns=now_ns)
             if not fault and not doubt:
-                if isinstance(body, DiscardedBody | DiskNamedBody | SnapshotBody):
-                    effects += ledger.payload_arrived(now_ns=now_ns)  # it was doubted before
                 continue
             is_silent = not fault and (
                 (isinstance(body, DiscardedBody) and is_late)
@@ -94,6 +91,7 @@ class Objections:
                     self._end.believe()
                 self._believed = body if isinstance(body, DiskNamedBody | SnapshotBody) else self._believed
                 effects += ledger.payload_arrived(now_ns=now_ns)
+                is_settled = False
             elif fault:
                 self.discards.heed(body)
                 return effects + ledger.refuse(body, fault, now_ns=now_ns)
@@ -101,12 +99,33 @@ class Objections:
                 return effects + ledger.refuse(body, doubt, now_ns=now_ns)
             else:
                 # What follows waits for it.
-                self._wait = (name, since_ns)
+                self._wait = (name, now_ns - waited_ns)
                 break
+        if is_settled and self._wait is None:
+            effects += ledger.payload_arrived(
+                now_ns=now_ns
+            )  # it is not doubted any more: no leader may be there to ask
         return effects
+
+    def _will_know(self, body: EntryBody, before: Sequence[EntryBody]) -> bool:
+        """Whether this region is still to reach the version of a state, whatever the others do: its own tells more.
+
+        before: entries that wait for their payload, up to this one, which is not acknowledged before them anyway.
+        """
+        if not isinstance(body, SnapshotBody) or self.digests is None:
+            return False
+        is_behind = any(isinstance(lacking, RoundBody) and lacking.fragment == body.fragment for lacking in before)
+        return is_behind or (self.digests.is_due(body) and body.fragment not in self._versions.healing)
 
     def _snapshot_fault(self, body: SnapshotBody) -> str:
         """Return why a majority can't have the state that a leader names; empty if it may."""
         is_voter = self._context.region in self._context.history.roster.voters
         is_refuted = self.digests is not None and self.digests.is_refuted(body, is_voter=is_voter)
         return f"a majority told another state of {body.fragment}/{body.version}" if is_refuted else ""
+
+
+def _name(body: EntryBody) -> str:
+    """Subject of the wait for an entry: a learner, a digest, or another entry."""
+    if isinstance(body, SnapshotBody):
+        return body.digest.hex()
+    return body.learner if isinstance(body, DiscardedBody) else ""

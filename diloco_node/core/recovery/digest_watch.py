@@ -132,6 +132,10 @@ class DigestWatch:
         majority = majority_of(len(self._history.roster.voters))
         return own_digest not in (b"", body.digest) and equal + is_voter >= majority
 
+    def is_due(self, body: SnapshotBody) -> bool:
+        """Whether the version of a snapshot is committed and on the disk here, and not reached yet."""
+        return self.newest(body.fragment)[0] < body.version <= self._history.versions[body.fragment]
+
     def minority_fragment(self) -> int:
         """A fragment of which a majority without this region tells another digest than this one's; -1 if there is
         none. The ledger has no snapshot of it yet, and gets none while this region leads."""

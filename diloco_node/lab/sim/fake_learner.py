@@ -179,6 +179,14 @@ class FakeLearner:
             not self.finished and bool(self._shards) and all(local.position.base_version >= 0 for local in self.parts)
         )
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Per fragment the version that it has, or the newer one that waits for a step boundary."""
+        return tuple(
+            self._offers[fragment].version if fragment in self._offers else local.position.base_version
+            for fragment, local in enumerate(self.parts)
+        )
+
     def status(self) -> LearnerStatus:
         """Report as the learner sends it."""
         return LearnerStatus(

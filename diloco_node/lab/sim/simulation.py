@@ -1,9 +1,9 @@
 """A simulated run: N real region cores in the fake world, first under faults, then healed.
 
 Phase one checks safety while things go wrong. Phase two heals everything and demands progress: new rounds on every
-fragment, all regions at equal versions with equal bytes, and a complete token account, within a virtual deadline. Then
-the run is asked to end, and must: one last round per fragment, the final files, and an account that still adds up. A
-fifth of the seeds is asked to end while things still go wrong.
+fragment, all regions at equal versions with equal bytes, which each learner has or was offered, and a complete token
+account, within a virtual deadline. Then the run is asked to end, and must: one last round per fragment, the final
+files, and an account that still adds up. A fifth of the seeds is asked to end while things still go wrong.
 The same seed gives the same trace, whatever PYTHONHASHSEED says.
 """
 
@@ -208,11 +208,17 @@ class Simulation:
         return len(fragments) == len(after)
 
     def has_caught_up(self, versions_min: tuple[int, ...]) -> bool:
-        """Every region and learner is at the same versions, at least `versions_min`."""
+        """Every region is at the same versions, at least `versions_min`, and its learner too, or has been offered them.
+
+        A late learner takes a version some steps after its offer: there may be no moment at which none waits.
+        """
         versions = self.checkers.oracle.versions()
         if any(version < version_min for version, version_min in zip(versions, versions_min, strict=True)):
             return False
-        return all(_is_at(host, versions) for host in self.honest.values())
+        return all(
+            tuple(host.plane.versions) == versions and host.learner is not None and host.learner.versions == versions
+            for host in self.honest.values()
+        )
 
     def has_ended(self) -> bool:
         """Every region has its final file, every learner has stopped and holds those versions, and all is booked."""

@@ -239,3 +239,15 @@ def test_a_state_that_a_majority_told_is_not_doubted_whatever_is_here() -> None:
         watch.on_report(peer, (FragmentDigest(1, 4, BAD),))
     assert watch.doubt(NAMED) == ""
     assert not watch.is_refuted(NAMED, is_voter=True)
+
+
+@pytest.mark.parametrize(
+    ("committed", "reached", "is_due"), [(8, -1, True), (8, 3, True), (8, 4, False), (8, 5, False), (3, 2, False)]
+)
+def test_the_state_of_a_committed_version_that_is_not_reached_is_due(
+    committed: int, reached: int, is_due: bool
+) -> None:
+    watch, _ = a_watch(committed=committed)
+    if reached >= 0:
+        watch.on_digest(1, reached, GOOD, now_ns=0)
+    assert watch.is_due(NAMED) is is_due

@@ -13,7 +13,7 @@ from diloco_node.core.objections import Objections
 from diloco_node.core.rounds.discard_check import DiscardCheck
 from diloco_node.core.rounds.discards import BOOKING_MAX
 from diloco_node.core.types import DiscardedBody, FragmentPosition, LearnerStatus, SnapshotBody
-from tests.kit.rounds_kit import context_of, history_of
+from tests.kit.rounds_kit import committed_round, context_of, history_of
 
 STATUS = LearnerStatus(3, 90, 900, 10, (FragmentPosition(4, 40, 40, 400), FragmentPosition(4, 60, 60, 600)))
 """Of incarnation 3, at step 90."""
@@ -211,7 +211,9 @@ class Bench(Desk):
     def __init__(self, *bodies: DiscardedBody) -> None:
         super().__init__()
         self.ledger = Ledger(*bodies)
-        nothing: Any = SimpleNamespace(payload_fault=lambda _: "", doubt=lambda _, now_ns: "", believe=lambda _: None)
+        nothing: Any = SimpleNamespace(
+            payload_fault=lambda _: "", doubt=lambda _, now_ns: "", believe=lambda _: None, healing=()
+        )
         context = context_of(history_of(), region="b", effects=self.effects, liveness=self.liveness)
         self.objections = Objections(context, nothing, nothing, {}, lambda: self.ledger.leader)
         self.objections.digests = nothing
@@ -276,7 +278,9 @@ def test_a_state_that_nobody_knows_waits_for_a_timeout_and_one_that_is_refuted_f
     bench = Bench()
     body: Any = SnapshotBody(0, 4, b"n" * 32)
     bench.ledger.bodies = [body]
-    watch: Any = SimpleNamespace(doubt=lambda _: "not known here", is_refuted=lambda _, is_voter: is_refuted)
+    watch: Any = SimpleNamespace(
+        doubt=lambda _: "not known here", is_refuted=lambda _, is_voter: is_refuted, is_due=lambda _: False
+    )
     bench.objections.digests = watch
     bench.ask()
     assert (bench.ledger.taken, bench.ledger.refused) == (0, ["a"] if is_refuted else [])
@@ -286,6 +290,59 @@ def test_a_state_that_nobody_knows_waits_for_a_timeout_and_one_that_is_refuted_f
         bench.ask(bench.patience_ns)
         assert bench.ledger.taken == 1
         assert bench.objections.doubt(body, now_ns=bench.patience_ns) == "", "it may be acknowledged now"
+
+
+@pytest.mark.parametrize("is_round_lacking", [False, True])
+def test_a_state_that_this_region_will_reach_is_not_taken_before_it_knows_its_own(is_round_lacking: bool) -> None:
+    """It was a made-up one: the region led with it, and those that knew better followed it no more."""
+    bench = Bench()
+    body: Any = SnapshotBody(0, 4, b"n" * 32)
+    lacking: list[Any] = [committed_round(0, 4, ())] if is_round_lacking else []
+    bench.ledger.bodies = [*lacking, body]
+    watch: Any = SimpleNamespace(
+        doubt=lambda _: "not known here", is_refuted=lambda _, is_voter: False, is_due=lambda _: not is_round_lacking
+    )
+    bench.objections.digests = watch
+    for timeouts in range(40):
+        bench.ask(timeouts * bench.patience_ns)
+    assert (bench.ledger.taken, bench.ledger.refused) == (0, [])
+    # It has passed that version, and never knew its state.
+    bench.ledger.bodies, watch.is_due = [body], lambda _: False
+    bench.ask(40 * bench.patience_ns - 1)
+    assert bench.ledger.taken == 0
+    bench.ask(40 * bench.patience_ns)
+    assert bench.ledger.taken == 1
+
+
+def test_an_entry_that_waited_is_taken_once_it_is_not_doubted_also_where_no_leader_sends_more() -> None:
+    """A tail of the witness ended with a state that was not known yet: its reader never got a vote."""
+    bench = Bench()
+    body: Any = SnapshotBody(0, 4, b"n" * 32)
+    bench.ledger.bodies = [body]
+    bench.objections.digests = SimpleNamespace(  # type: ignore[assignment]
+        doubt=lambda _: "not known here", is_refuted=lambda _, is_voter: False, is_due=lambda _: True
+    )
+    bench.ask()
+    bench.ask(1)
+    assert bench.ledger.taken == 0
+    bench.ledger.bodies = []  # nothing is missing now
+    bench.ask(2)
+    bench.ask(3)
+    assert bench.ledger.taken == 1
+
+
+def test_a_region_that_heals_takes_a_state_that_it_may_never_reach() -> None:
+    bench = Bench()
+    body: Any = SnapshotBody(0, 4, b"n" * 32)
+    bench.ledger.bodies = [body]
+    watch: Any = SimpleNamespace(
+        doubt=lambda _: "not known here", is_refuted=lambda _, is_voter: False, is_due=lambda _: True
+    )
+    versions: Any = bench.objections._versions
+    bench.objections.digests, versions.healing = watch, (0,)
+    bench.ask()
+    bench.ask(bench.patience_ns)
+    assert bench.ledger.taken == 1
 
 
 def test_what_a_former_leader_booked_is_taken_late_from_who_hands_it_on() -> None:
