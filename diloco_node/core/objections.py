@@ -102,9 +102,8 @@ class Objections:
                 self._wait = (name, now_ns - waited_ns)
                 break
         if is_settled and self._wait is None:
-            effects += ledger.payload_arrived(
-                now_ns=now_ns
-            )  # it is not doubted any more: no leader may be there to ask
+            # What waited is not doubted any more, and no leader may be there whose message would have it taken.
+            effects += ledger.payload_arrived(now_ns=now_ns)
         return effects
 
     def _will_know(self, body: EntryBody, before: Sequence[EntryBody]) -> bool:
