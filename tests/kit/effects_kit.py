@@ -14,8 +14,8 @@ from diloco_node.core.events import ContributionStripeArrived, Event, Note, Offe
 from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.core.types import Ballot, Contribution, Entry, LedgerBase, RoundBody, Stripe
 from diloco_node.daemon.effects.disk_effects import DiskEffects
-from diloco_node.daemon.effects.effects import Effects
 from diloco_node.daemon.effects.disk_writes import DiskWrites
+from diloco_node.daemon.effects.effects import Effects
 from diloco_node.daemon.effects.fetch import Fetcher
 from diloco_node.daemon.effects.initial import InitialStates
 from diloco_node.daemon.effects.open_stripes import StripeTable

@@ -88,9 +88,10 @@ def test_what_has_no_room_is_not_begun(tmp_path: Path, monkeypatch: pytest.Monke
     store = RegionStore(tmp_path)
     store.load(FRAGMENTS)
     try:
-        with monkeypatch.context() as context, pytest.raises(StorageError, match=r"payloads.*free some space"):
+        with monkeypatch.context() as context:
             context.setattr(atomic_file, "replace_file", lambda *_, **__: pytest.fail("it was begun"))
-            store.store_payload(0, 1, digest_of(BODY), [BODY, BODY])
+            with pytest.raises(StorageError, match=r"payloads.*free some space"):
+                store.store_payload(0, 1, digest_of(BODY), [BODY, BODY])
         free *= 2
         store.store_payload(0, 1, digest_of(BODY), [BODY, BODY])
     finally:
