@@ -278,7 +278,7 @@ class WitnessLink:
                 f"members remove {place.name}`, then `members witness` with an empty place"
             )
         if current is None and turn.record is None:
-            raise _emptied(place)
+            raise _absence(place)
         if turn.record is not None:
             data = encode_record(turn.record)
             loop.call_soon_threadsafe(self._pacer.control_sent, place.name, len(data))
@@ -437,10 +437,10 @@ def _wait(permission: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop
 def _look(place: _WitnessPlace) -> None:
     answer = place.opened().record.read_tagged(RECORD, RECORD_BYTES_MAX)
     if answer is None and place.disk:
-        raise _emptied(place)
+        raise _absence(place)
 
 
-def _emptied(place: _WitnessPlace) -> StoreRefused:
+def _absence(place: _WitnessPlace) -> StoreRefused:
     return StoreRefused(
         f"{place.url} has lost the record of {place.name}, which gives no vote until a leader has made it anew and "
         "both regions have it in their log: see that nothing empties the bucket"

@@ -61,7 +61,7 @@ def make_folder(folder: Path) -> None:
 def replace_file(path: Path, data: Sequence[bytes | memoryview]) -> None:
     """Replace a file by these parts, one after the other; durable when this returns.
 
-    What has no room is not begun: half a state would take from the ledger, which needs little, what is left.
+    Without room for all of it nothing is begun: half a state would take the room that the ledger still has.
 
     Raises StorageError: the disk refused; the old file, if any, is untouched.
     """
