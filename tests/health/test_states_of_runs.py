@@ -225,7 +225,7 @@ def test_contributors_count_for_no_majority() -> None:
 
 
 def test_a_voter_that_was_away_too_long_counts_for_no_majority() -> None:
-    members = {"rows": [{"region": name, "kind": "voter"} for name in ("us", "ap", "eu", "sa")]}
+    members: dict[str, Any] = {"rows": [{"region": name, "kind": "voter"} for name in ("us", "ap", "eu", "sa")]}
     away = changed(voters=["us", "ap", "eu"], members=members, peers=peers(ap={}, eu={}, sa=DOWN))
     assert "3 of 4 regions are left" in health_of(away)["line"]
     members["rows"][3]["counts"] = False
