@@ -327,9 +327,9 @@ class Daemon:
         rest waits."""
         fault = learner_fault(self._facts() if document is None else document)
         reason = self._starting_reason if self.node is None else self.node.status.not_ready_reason()
-        if fault is None or fault[1] == reason:
+        if fault is None:
             return reason
-        return f"{fault[1]}; {reason}" if reason else fault[1]
+        return fault[1] if fault[1].startswith(reason) else f"{fault[1]}; {reason}"
 
     async def _watch_learner_process(self) -> None:
         """Follow the supervisor's file about the learner's process: note each new fault, and show it."""

@@ -173,7 +173,7 @@ class Node:
             save_counter_file=partial(save_trained, spec.state_dir),
         )
         self.witness.fetcher = self.effects.fetcher
-        refusals = self.effects.disk.refusals
+        refusals = self.effects.disk.writes.refusals
         self.facts = RunFacts(
             self.core,
             spec,

@@ -296,6 +296,14 @@ class Versions:
         return tuple(self._initial[fragment] for fragment in range(len(self.states)))
 
     @property
+    def held(self) -> tuple[int, ...]:
+        """Per fragment the newest version of the run that is here, applied or on disk only; -1: none.
+
+        Theta_0 on disk may be the own learner's, which is not the run's.
+        """
+        return tuple(max(applied, state or -1) for applied, state in zip(self.applied, self.states, strict=True))
+
+    @property
     def has_started(self) -> bool:
         """Every fragment has a version in memory."""
         return min(self.applied) >= 0

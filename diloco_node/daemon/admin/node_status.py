@@ -75,7 +75,7 @@ class NodeStatus:
 
     def _signs(self, view: RegionView) -> MemberSigns:
         node = self._node
-        held = zip(node.parameters.manifest.fragments, view.versions, strict=True)
+        held = zip(node.parameters.manifest.fragments, node.core.versions.held, strict=True)
         return MemberSigns(
             view.region,
             frozenset(peer.region for peer in view.peers if peer.is_alive) | node.witness.there,

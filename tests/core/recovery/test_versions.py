@@ -35,7 +35,9 @@ def test_genesis_payload_is_there_only_with_equal_digests() -> None:
 
 def test_later_state_stands_for_genesis() -> None:
     disk = Disk()
+    disk.versions.initial_state_stored(DIGESTS)
     disk.versions.state_stored(0, 3, b"x" * 32)
+    assert disk.versions.held == (3, -1), "also what waits for the rest, but no Theta_0 of its own"
     disk.versions.state_stored(1, 1, b"y" * 32)
     assert disk.versions.has_payload(GENESIS)
 
