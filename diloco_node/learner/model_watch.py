@@ -34,6 +34,7 @@ from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.optimizer_record import NOISE, TOLD, OptimizerRecord
 from diloco_node.learner.several_optimizers import check_kind, inner_of, kind_of, parameters_of
 from diloco_node.learner.state_watch import StateWatch, schedules_of
+from diloco_node.learner.step_counts import STILL_STEPS, StepCounts
 from diloco_node.learner.tensor_forms import (
     REMEDY,
     TensorForms,
@@ -44,9 +45,6 @@ from diloco_node.learner.tensor_forms import (
     sample_of,
     stack,
 )
-
-STILL_STEPS: Final = 64
-"""Steps without a write to any tensor that are no skipped ones: a gradient scaler skips some twenty at first."""
 
 COPY_LIKENESS: Final = 0.5
 """1 - |state - parameter| / |parameter| of a copy, which is a few steps away; for moments it is about zero or below."""
@@ -116,10 +114,7 @@ class ModelWatch:
         # by this learner, and its values then. Begun again where optimizers write nothing, as long as that is news.
         self._still_steps: int | None = 0
         self._counts, self._standing = self._counts_now(), self._written
-        self._may_be_still, self._has_told_counts = True, False
-        # Steps that the loop told; those that optimizers had made by the last multiple of STILL_STEPS of them, and of
-        # these the ones that wrote.
-        self._told_steps = self._made_steps = self._moves = self._moves_before = 0
+        self._may_be_still, self._steps = True, StepCounts(warn)
         # Those that this learner had written when it was asked last; -1: it was not.
         self._versions = -1
         # Once True nothing more is said of writes.
@@ -159,14 +154,17 @@ class ModelWatch:
         self._check_model()
         self._check_still()
         self._states.check()
-        self._count_told()
+        is_still = self._steps.tell(filter(None, self._optimizers.values()))
+        if is_still and self._may_be_still and self._still_steps is None:
+            self._still_steps = 0
+            self._counts, self._standing = self._counts_now(), [sample_of(tensor) for tensor in self._weights]
         self.check_writes(is_sampled=has_orders or next(iter(self._weights)).is_cpu)
         if self._written:
             # The first step was made by no optimizer that calls hooks: a loop's own arithmetic, or a compiled step.
             self._compare(is_trained=True)
         self._hear()
         for record in filter(None, self._optimizers.values()):
-            if record.sample is not None and not record.is_stepping and not record.is_followed(self._told_steps):
+            if record.sample is not None and not record.is_stepping and not record.is_followed(self._steps.told):
                 record.note(is_step=True)  # a replay of a captured step counts no writes
 
     def note_writes(self, versions: int) -> None:
@@ -237,28 +235,9 @@ class ModelWatch:
                     f"{STILL_STEPS} steps were told, and none of the {len(self._names)} tensors that attach() follows "
                     "was written to: the loop trains another model, such as a copy. Give attach() that one"
                 )
-                if self._told_steps < STILL_STEPS:
+                if self._steps.told < STILL_STEPS:
                     raise LearnerError(text)
                 self._warn(text)
-
-    def _count_told(self) -> None:
-        """Notice a step told for each micro-batch, after the first: a captured loop makes few, a scaler skips some."""
-        self._told_steps += 1
-        if self._told_steps % STILL_STEPS:
-            return
-        records = [*filter(None, self._optimizers.values())]
-        before, self._made_steps = self._made_steps, sum(record.steps for record in records)
-        has_moved, self._moves_before = self._moves > self._moves_before, self._moves
-        if not has_moved and self._may_be_still and self._still_steps is None:
-            self._still_steps = 0
-            self._counts, self._standing = self._counts_now(), [sample_of(tensor) for tensor in self._weights]
-        made = 0 if self._has_told_counts else self._made_steps - before
-        if self._told_steps > STILL_STEPS and 0 < 2 * made <= STILL_STEPS:
-            self._has_told_counts = True
-            self._warn(
-                f"{STILL_STEPS} steps were told in which the optimizer made {made}: the run counts too many. Call "
-                "step() once for each optimizer.step(), with the tokens of all its micro-batches"
-            )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or is_capturing():
@@ -286,13 +265,13 @@ class ModelWatch:
             return
         writes = record.writes
         record.note(is_step=True)
-        self._moves += record.writes != writes
-        record.told_steps = self._told_steps
+        self._steps.moves += record.writes != writes
+        record.told_steps = self._steps.told
         for sibling in record.siblings:
             if sibling.sample is not None:
                 sibling.note(is_step=True)
+        record.steps += record.is_stepping  # a step may call that of its base class, see above
         record.is_stepping = False
-        record.steps += 1
         self._states.stepped(optimizer)
         if self._step_optimizer not in (None, optimizer, *inner_of(optimizer)):
             self._check_counted(optimizer, record)
@@ -399,7 +378,7 @@ class ModelWatch:
 
     def _check_record(self, record: OptimizerRecord, *, is_sampled: bool = True) -> None:
         """Look for writes since the last step; with samples also for those that no count tells."""
-        if not self._check_writes(record) and is_sampled and record.is_followed(self._told_steps):
+        if not self._check_writes(record) and is_sampled and record.is_followed(self._steps.told):
             for change, name in record.look():
                 self._note_change(change, name)
         self._hear()
@@ -460,7 +439,7 @@ class ModelWatch:
         # What a loop writes after each step, such as a constraint, is in what it has sent already.
         limit = FAR if self._has_warned else NOISE
         for record in filter(None, self._optimizers.values()):
-            if record.is_followed(self._told_steps) and float(record.change()) > limit:
+            if record.is_followed(self._steps.told) and float(record.change()) > limit:
                 return (
                     f"{record.name!r} was written to after the last step, such as by a load of the best weights: that "
                     "is not merged, nor are the steps that no merge has taken yet"
