@@ -249,7 +249,9 @@ class Derived(torch.optim.SGD):
 @pytest.mark.parametrize("count", [2, 5])
 def test_steps_of_which_one_a_batch_is_told_are_named_once(folder: Path, count: int) -> None:
     (text,) = several_a_batch(folder, {"policy": count}, torch.optim.SGD)
-    assert re.match(rf"{STILL_STEPS} steps were told in which the optimizer made {count * STILL_STEPS}: .* too few", text)
+    assert re.match(
+        rf"{STILL_STEPS} steps were told in which the optimizer made {count * STILL_STEPS}: .* too few", text
+    )
 
 
 @pytest.mark.parametrize("steps", [{"model": 1}, {"generator": 1, "critic": 1}, {"generator": 1, "critic": 5}])
