@@ -47,7 +47,7 @@ class AutoStep:
         self._watch.take()
         self._tell = tell
         # A compiled step would have the hook in its graph, and the whole of a boundary. An optimizer has loaded dynamo.
-        stepped = torch.compiler.disable(self._stepped)
+        stepped = torch.compiler.disable(self._stepped)  # type: ignore[no-untyped-call]
         self._handle = self.optimizer.register_step_post_hook(stepped)
 
     def _stepped(self, *_: Any) -> None:
