@@ -1,4 +1,4 @@
-"""What a training loop reads of the run: where it is, which data are this region's, and whether it is over."""
+"""The run as a training loop reads it: where it is, which data are this region's, and whether it is over."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ class StepCounts:
     def tell(self, records: Iterable[OptimizerRecord]) -> bool:
         """Count a step that the loop tells; whether no optimizer wrote in the last STILL_STEPS of them.
 
-        At first a captured loop makes few, and a scaler skips some. Of several optimizers, as of two networks that
-        train in turns, that with the fewest steps makes one for each that is told.
+        At first a captured loop makes few, and a scaler skips some. Two networks may train in turns: then the optimizer
+        with the fewest steps makes one for each that is told.
         """
         self.told += 1
         if self.told % STILL_STEPS:
@@ -47,9 +47,9 @@ class StepCounts:
                 self._tell_count(min(counts), "few")
         return is_still
 
-    def _tell_count(self, made: int, amount: str) -> None:
+    def _tell_count(self, count: int, amount: str) -> None:
         self._has_warned = True
         self._warn(
-            f"{STILL_STEPS} steps were told in which the optimizer made {made}: the run counts too {amount}. Call "
+            f"{STILL_STEPS} steps were told in which the optimizer made {count}: the run counts too {amount}. Call "
             "step() once for each optimizer.step(), with the tokens of all its micro-batches"
         )
