@@ -175,7 +175,7 @@ class ModelWatch:
         self._states.check()
         if self._steps.tell(filter(None, self._optimizers.values())):
             self._still.begin_again()
-        self._check_writes_of_all(is_sampled=has_orders or next(iter(self._weights)).is_cpu)
+        self.check_writes(is_sampled=has_orders or next(iter(self._weights)).is_cpu)
         if self._written:
             # The first step was made by no optimizer that calls hooks: a loop's own arithmetic, or a compiled step.
             self._compare(is_trained=True)
@@ -428,12 +428,8 @@ class ModelWatch:
                 "had been trained: load weights before attach()"
             )
 
-    def check_writes(self) -> None:
-        """Raise LearnerError: weights were loaded since the last step of an optimizer."""
-        with self._refusing():
-            self._check_writes_of_all()
-
-    def _check_writes_of_all(self, *, is_sampled: bool = True) -> None:
+    def check_writes(self, *, is_sampled: bool = True) -> None:
+        """Raise LearnerError: weights were loaded since the last step of an optimizer. A loop may leave with that."""
         for record in self._optimizers.values():
             if record is not None and not record.is_stepping:
                 self._check_record(record, is_sampled=is_sampled)
