@@ -113,7 +113,7 @@ class Objections:
         """
         if not isinstance(body, SnapshotBody) or self.digests is None:
             return False
-        is_behind = any(isinstance(lacking, RoundBody) and lacking.fragment == body.fragment for lacking in before)
+        is_behind = any(isinstance(lacking, RoundBody) for lacking in before)
         return is_behind or (self.digests.is_due(body) and body.fragment not in self._versions.healing)
 
     def _snapshot_fault(self, body: SnapshotBody) -> str:
