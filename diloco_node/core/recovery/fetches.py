@@ -43,6 +43,7 @@ class _Fetch:
     gone: set[str] = field(default_factory=set)
     retries: int = 0
     not_before_ns: int = 0
+    has_witness_failed: bool = False
 
 
 class Fetches:
@@ -55,6 +56,9 @@ class Fetches:
         self._effects = effects
         self.pending: dict[int, _Fetch] = {}
         self._alive: frozenset[str] = frozenset()
+        self._witness = ""
+        # Per fragment the version of the last state that nobody who was there could send.
+        self._refused: dict[int, int] = {}
 
     def follow(self, regions: Iterable[str]) -> None:
         """These are the regions from now on. A fetch from one that has gone ends as one from a lost peer does."""
@@ -118,6 +122,7 @@ class Fetches:
             return
         current.peer = ""
         current.failed.append(peer)
+        current.has_witness_failed |= peer == self._witness
         if reason in GONE and current.body is not None:
             # A state that a peer can't give now it may have later; a payload that was pruned does not come back.
             current.gone.add(peer)
@@ -128,11 +133,13 @@ class Fetches:
         if not current.failed or {*current.failed, *current.gone} >= set(self._others) & self._alive:
             current.not_before_ns = now_ns + min(RETRY_NS << min(current.retries, 8), RETRY_NS_MAX)
             current.retries += 1
+            if current.body is None:
+                self._refused[fragment] = current.version
 
     def is_gone(self, fragment: int, version: int) -> bool:
         """Whether every other region that can be asked has answered that it no longer has the payload.
 
-        A region that is away may have it, but it may be away for good.
+        A region that is away may have it, but it may be away for good. A witness is asked before.
         """
         current = self.pending.get(fragment)
         return (
@@ -141,7 +148,12 @@ class Fetches:
             and current.version == version
             and bool(current.gone)
             and current.gone >= self._alive
+            and (current.has_witness_failed or not self._witness)
         )
+
+    def is_refused(self, fragment: int, version: int) -> bool:
+        """Whether nobody had this state, beside a witness, which may have the payloads instead."""
+        return self._witness != "" and self._refused.get(fragment) == version
 
     def brings_other_initial(self, digests: Sequence[bytes]) -> bool:
         """Whether a fetch in flight may still put another Theta_0 than this one on the disk."""
@@ -158,7 +170,7 @@ class Fetches:
             alive: regions that can be asked at all.
             witness: asked last, and for payloads alone; empty if there is none.
         """
-        self._alive = frozenset(alive)
+        self._alive, self._witness = frozenset(alive), witness
         in_flight = sum(1 for fetch in self.pending.values() if fetch.peer)
         for fragment, current in sorted(self.pending.items()):
             if current.patience_ns:

@@ -488,4 +488,6 @@ class Versions:
         """Whether a snapshot's state is fetched rather than the payloads: it helps, and they are many or gone."""
         if not lacking or snapshot.version < lacking[0].version:
             return False
-        return len(lacking) > PAYLOADS_RATHER_MAX or fetches.is_gone(lacking[0].fragment, lacking[0].version)
+        fragment = lacking[0].fragment
+        are_many = len(lacking) > PAYLOADS_RATHER_MAX and not fetches.is_refused(fragment, snapshot.version)
+        return are_many or fetches.is_gone(fragment, lacking[0].version)

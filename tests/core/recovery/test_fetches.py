@@ -1,8 +1,15 @@
 """Fetches: the leader first, then the others in turn, few at once, back off when all failed."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect, FetchPayload, FetchState
 from diloco_node.core.recovery.fetches import FETCHES_MAX, RETRY_NS, RETRY_NS_MAX, Fetches
+from diloco_node.core.recovery.versions import PAYLOADS_RATHER_MAX, Versions
+from diloco_node.core.types import SnapshotBody
 from tests.kit.rounds_kit import committed_round
 
 OTHERS = ("b", "c", "d")
@@ -15,8 +22,10 @@ class Desk:
         self.effects = EffectBuffer("a")
         self.fetches = Fetches(region="a", regions=("a", *OTHERS), effects=self.effects)
 
-    def pump(self, *, leader: str = "c", alive: tuple[str, ...] = OTHERS, now_ns: int = 0) -> list[Effect]:
-        self.fetches.pump(leader=leader, alive=alive, now_ns=now_ns)
+    def pump(
+        self, *, leader: str = "c", alive: tuple[str, ...] = OTHERS, now_ns: int = 0, witness: str = ""
+    ) -> list[Effect]:
+        self.fetches.pump(leader=leader, alive=alive, now_ns=now_ns, witness=witness)
         return [effect for effect in self.effects.take() if isinstance(effect, FetchPayload | FetchState)]
 
 
@@ -78,6 +87,44 @@ def test_payload_is_gone_only_when_everybody_says_so() -> None:
     desk.fetches.on_failure("b", 0, "gone", now_ns=wake_at_ns)
     assert desk.fetches.is_gone(0, 3)
     assert not desk.fetches.is_gone(0, 4)
+
+
+def test_a_payload_is_not_gone_before_the_witness_was_asked() -> None:
+    """The only other region had a new folder, and was asked for state and payload in turn, for ever."""
+    desk, now_ns = Desk(), RETRY_NS
+    desk.fetches.request(0, 3, BODY)
+    for peer in ("b", "w"):
+        (effect,) = desk.pump(alive=("b",), now_ns=now_ns, witness="w")
+        assert isinstance(effect, FetchPayload)
+        assert effect.peer == peer
+        assert not desk.fetches.is_gone(0, 3)
+        desk.fetches.on_failure(peer, 0, "gone" if peer == "b" else "not in the bucket", now_ns=now_ns)
+        now_ns += RETRY_NS_MAX
+    assert desk.fetches.is_gone(0, 3)
+
+
+def test_a_state_that_nobody_has_is_refused_where_a_witness_has_payloads() -> None:
+    for witness, is_refused in (("w", True), ("", False)):
+        desk = Desk()
+        desk.fetches.request(0, 5, None, digest=b"s")
+        assert desk.pump(alive=("b",), witness=witness) == [FetchState("b", 0, 5, b"s")]
+        assert not desk.fetches.is_refused(0, 5)
+        desk.fetches.on_failure("b", 0, "gone", now_ns=0)
+        assert desk.fetches.is_refused(0, 5) is is_refused
+        assert not desk.fetches.is_refused(0, 6)
+        assert not desk.fetches.is_refused(1, 5)
+
+
+@pytest.mark.parametrize(
+    ("many", "is_refused", "is_gone", "is_better"),
+    [(True, False, False, True), (True, True, False, False), (True, True, True, True), (False, False, False, False)],
+)
+def test_payloads_are_fetched_where_their_state_was_refused(
+    many: bool, is_refused: bool, is_gone: bool, is_better: bool
+) -> None:
+    lacking = [committed_round(0, version, ()) for version in range(3, 4 + PAYLOADS_RATHER_MAX * many)]
+    fetches: Any = SimpleNamespace(is_refused=lambda *_: is_refused, is_gone=lambda *_: is_gone)
+    assert Versions._is_state_better(SnapshotBody(0, 5, b"s"), lacking, fetches) is is_better
 
 
 def test_state_replaces_a_payload_that_is_gone() -> None:
