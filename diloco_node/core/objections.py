@@ -108,7 +108,7 @@ class Objections:
     def _is_patience_over(self, body: EntryBody, waited_ns: int, *, is_own: bool) -> bool:
         """Whether an entry is taken although it is doubted here. is_own: the present leader made it.
 
-        What was in time when another leader made it may be out of time: its region is back.
+        An absence was true when another leader booked it, and its region may be back since.
         """
         if isinstance(body, DiscardedBody):
             return waited_ns >= WORD_TIMEOUTS * self._patience_ns
