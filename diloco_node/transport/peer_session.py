@@ -21,6 +21,7 @@ import structlog
 from diloco_node.backoff import Backoff
 from diloco_node.errors import LinkLost, PeerError, RateExceeded
 from diloco_node.numeric import NS_PER_S
+from diloco_node.ticks import to_tick_s
 from diloco_node.transport.certificates import Certificate
 from diloco_node.transport.credentials import Credentials
 from diloco_node.transport.inbound import BulkInbound, TransportHandler
@@ -305,9 +306,9 @@ class Session:
             frame = await stream.read()
             self._unread += 1
             pacer.was_read(self._peer, len(frame))
-            if frame[:1] == BEGIN_KIND:
-                if wait_ns := self.intake.take(TransferBegin, 0, now_ns=time.monotonic_ns()):
-                    await self._pace(TransferBegin, wait_ns)
+            is_begin = frame[:1] == BEGIN_KIND
+            if is_begin and (wait_ns := self.intake.take(TransferBegin, 0, now_ns=time.monotonic_ns())):
+                await self._pace(TransferBegin, wait_ns)
             await self._inbound.feed(frame, connection)
 
     async def _pace(self, kind: type, wait_ns: int) -> None:
@@ -322,7 +323,7 @@ class Session:
         wait_s, last_reason = times.ping_s, ""
         while True:
             await asyncio.sleep(wait_s)  # first of all: the peer may not have this session yet
-            wait_s = times.ping_s
+            wait_s = to_tick_s(times.ping_s)
             if self.connections >= self._env.connections(self._peer):
                 continue
             try:
@@ -350,7 +351,7 @@ class Session:
             slept_from_s = loop.time()
             if slept_from_s - self._sent_s > times.ping_s / 2:
                 self.queue.put(PING_FRAME)
-            await asyncio.sleep(min(times.ping_s, times.transfer_silent_s / 4))
+            await asyncio.sleep(to_tick_s(min(times.ping_s, times.transfer_silent_s / 4)))
             now_s = loop.time()
             if now_s - slept_from_s > times.ping_s + times.silent_s / 4:
                 # Our own loop stood still: what came meanwhile has not been read yet.
