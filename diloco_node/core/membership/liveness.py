@@ -76,8 +76,8 @@ class _Peer:
 class Liveness:
     """Sends heartbeats and reads those of the others.
 
-    A region is alive while its heartbeats, or its messages of the ledger, arrive. Two regions reach each other when each gets the other's heartbeats.
-    The own learner's status is here too, so that there is one place for all of them.
+    A region is alive while its heartbeats, or its messages of the ledger, arrive. Two regions reach each other when
+    each hears the other. The own learner's status is here too, so that there is one place for all of them.
 
     Attributes:
         spread: by how many the others are more than OTHERS_AT_ONCE, as a factor. stride: every so many heartbeats go to
@@ -102,8 +102,8 @@ class Liveness:
         self.absence = Absence(region)
         self.patience = 1
         self.spread, self.stride = 1, STRIDE_MIN
-        # Regular heartbeats since the last one to all, below `stride`.
-        self._turn = 0
+        # Regular heartbeats since the last one to all, below `stride`; the first one goes to all.
+        self._turn = -1
         # The median of how long the others may be silent, from the last heartbeat on.
         self._usual_limit_ns = 0
         # Between two regular heartbeats, where this process is in time.

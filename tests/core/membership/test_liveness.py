@@ -235,7 +235,7 @@ def test_with_many_regions_only_the_leader_hears_each_heartbeat() -> None:
         receivers = [
             world.liveness.next_receiver("r01", number, is_last=False, now_ns=0) for number in range(2 * stride)
         ]
-        assert receivers == ["r01"] * (stride - 1) + [None] + ["r01"] * (stride - 1) + [None]
+        assert receivers == [None, *["r01"] * (stride - 1), None, *["r01"] * (stride - 1)]
         assert world.liveness.next_receiver("r01", 0, is_last=True, now_ns=0) is None, "who goes says so to all"
         silent = max(SILENT_HEARTBEATS, SILENT_STRIDES * spread)
         assert world.liveness.silent_ns == silent * SETTINGS.heartbeat_ns
@@ -252,7 +252,7 @@ def test_between_heartbeats_to_all_the_leader_gets_those_that_tell_something_new
         return [effect.peer for effect in world.effects.take() if isinstance(effect, Send)]
 
     own = status()
-    assert [turn() for _ in range(6)] == [["b"], ["b", "c"], [], ["b", "c"], [], ["b", "c"]]
+    assert [turn() for _ in range(5)] == [["b", "c"], [], ["b", "c"], [], ["b", "c"]]
     assert [turn(8) for _ in range(4)] == [["b"], ["b", "c"], [], ["b", "c"]], "it has applied an entry"
     for learner in (own, replace(own, leaving=True), None):
         liveness.own_learner(learner, now_ns=0)
