@@ -228,13 +228,16 @@ class Liveness:
     def beat(
         self, *, applied_index: int, digests: tuple[FragmentDigest, ...], now_ns: int, only_to: str | None = None
     ) -> None:
-        """Send a heartbeat to everybody, or to one region when there is news that can't wait for the next one."""
-        self.sequence += 1
-        if only_to is None:
-            self.absence.watch(self, now_ns=now_ns)
+        """Send a heartbeat to everybody, to one region when there is news that can't wait for the next one, or (only_to
+        is "") to nobody."""
         limits_ns = sorted(peer.cadence.limit_ns for peer in self._peers.values())
         # Where most are late, this machine or theirs is starved: nobody is gone for being as late as they are.
         self._usual_limit_ns = limits_ns[len(limits_ns) // 2] if limits_ns else 0
+        if only_to == "":
+            return
+        self.sequence += 1
+        if only_to is None:
+            self.absence.watch(self, now_ns=now_ns)
         self._sent_at_ns[self.sequence] = now_ns
         self._sent_at_ns.pop(self.sequence - SENT_KEPT, None)
         hears = self.alive(now_ns=now_ns)
