@@ -69,7 +69,7 @@ class Objections:
             is_new = wait is None or wait[0] != name or self._will_know(body, missing[:place])
             waited_ns = 0 if wait is None or is_new else now_ns - wait[1]
             # Who hands on another leader's entry does not know what the region reports, and is not to blame.
-            is_own = ledger.is_staged(body, leader=ledger.leader)
+            is_own = bool(ledger.leader) and ledger.is_staged(body, leader=ledger.leader)
             is_blamed = is_own and waited_ns >= WORD_TIMEOUTS * self._patience_ns
             fault = self._versions.payload_fault(body) or self.discards.fault(body, is_late=is_blamed, now_ns=now_ns)
             if isinstance(body, SnapshotBody) and is_uncertain:
@@ -77,9 +77,14 @@ class Objections:
             waits, doubt = self._reason_to_wait(body, now_ns), self.doubt(body, now_ns=now_ns)
             if not fault and not doubt:
                 continue
-            if isinstance(body, DiscardedBody) and is_uncertain and not is_own:
+            is_handed_on = is_uncertain and not is_own
+            if (
+                isinstance(body, DiscardedBody)
+                and is_handed_on
+                and not self.discards.is_impossible(body, now_ns=now_ns)
+            ):
                 fault = ""  # refused for ever, what an honest leader took in good faith would end all merging
-            is_silent = not fault and self._is_patience_over(body, waited_ns, is_own=is_own)
+            is_silent = not fault and self._is_patience_over(body, waited_ns, is_own=is_own, now_ns=now_ns)
             if not is_uncertain or is_silent:
                 if fault or waits or is_silent:
                     is_alarm = not waits and not isinstance(body, SnapshotBody)
@@ -91,10 +96,10 @@ class Objections:
                 self._believed = body if isinstance(body, DiskNamedBody | SnapshotBody) else self._believed
                 effects += ledger.payload_arrived(now_ns=now_ns)
                 is_settled = False
-            elif fault:
+            elif fault and ledger.leader:
                 self.discards.heed(body)
                 return effects + ledger.refuse(body, fault, now_ns=now_ns)
-            elif waits and waited_ns >= self._patience_ns:
+            elif waits and waited_ns >= self._patience_ns and ledger.leader:
                 return effects + ledger.refuse(body, doubt, now_ns=now_ns)
             else:
                 # What follows waits for it.
@@ -105,14 +110,16 @@ class Objections:
             effects += ledger.payload_arrived(now_ns=now_ns)
         return effects
 
-    def _is_patience_over(self, body: EntryBody, waited_ns: int, *, is_own: bool) -> bool:
+    def _is_patience_over(self, body: EntryBody, waited_ns: int, *, is_own: bool, now_ns: int) -> bool:
         """Whether an entry is taken although it is doubted here. is_own: the present leader made it.
 
-        An absence was true when another leader booked it, and its region may be back since.
+        An absence was true when another leader booked it, and its region may be back since. But a leader may date an
+        entry back: so this region must have missed it, too.
         """
         if isinstance(body, DiscardedBody):
             return waited_ns >= WORD_TIMEOUTS * self._patience_ns
-        is_harmless = isinstance(body, SnapshotBody) or (isinstance(body, DiskNamedBody) and not is_own)
+        was_away = isinstance(body, DiskNamedBody) and self._absence.has_missed(body.region, now_ns=now_ns)
+        is_harmless = isinstance(body, SnapshotBody) or (was_away and not is_own)
         return is_harmless and waited_ns >= self._patience_ns
 
     def _will_know(self, body: EntryBody, before: Sequence[EntryBody]) -> bool:

@@ -356,6 +356,7 @@ class Session:
             if now_s - slept_from_s > times.ping_s + times.silent_s / 4:
                 # Our own loop stood still: what came meanwhile has not been read yet.
                 self._received_s = self._bulk_received_s = now_s
+                self._writes_since_s = max(self._writes_since_s, now_s)
             if now_s - self._writes_since_s > times.silent_s:
                 raise LinkLost(f"{self._peer}: takes nothing any more: its window is closed")
             if now_s - self._received_s > times.silent_s:

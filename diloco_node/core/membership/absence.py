@@ -56,6 +56,10 @@ class Absence:
         since_ns, name = min(away, default=(now_ns, ""))
         return name if now_ns - since_ns >= EVICT_AFTER_NS else ""
 
+    def has_missed(self, region: str, *, now_ns: int) -> bool:
+        """Whether a region came back of late from where it was long."""
+        return now_ns - self._returned_ns.get(region, -EVICT_AFTER_NS) < EVICT_AFTER_NS
+
     def doubt(self, body: EntryBody, *, now_ns: int) -> str:
         """Return why the region of an entry can't have been away for so long; empty if it can, as far as is known."""
         if not isinstance(body, DiskNamedBody) or body.disk != EVICTED:

@@ -152,8 +152,9 @@ class Fetches:
         )
 
     def is_refused(self, fragment: int, version: int) -> bool:
-        """Whether nobody had this state, beside a witness, which may have the payloads instead."""
-        return self._witness != "" and self._refused.get(fragment) == version
+        """Whether nobody has this state, or is there, beside a witness, which may have the payloads instead."""
+        is_alone = self._alive.isdisjoint(self._others)
+        return self._witness != "" and (is_alone or self._refused.get(fragment) == version)
 
     def brings_other_initial(self, digests: Sequence[bytes]) -> bool:
         """Whether a fetch in flight may still put another Theta_0 than this one on the disk."""

@@ -20,8 +20,11 @@ TOKENS_RATIO_MAX: Final = 64
 STEPS_AHEAD_MAX: Final = 1 << 16
 """Steps of a contribution beyond those in the last report: nobody makes more in the second that it may be old."""
 
+STEP_NS_MIN: Final = 1_000_000
+"""Nobody steps faster."""
+
 STEPS_MAX: Final = 1 << 40
-"""Steps of one incarnation: a step each millisecond for 34 years."""
+"""Steps of one incarnation: such a step for 34 years."""
 
 INCARNATIONS_AHEAD_MAX: Final = 1 << 20
 """Incarnations in a row that left no trace in the ledger: a learner that dies each second for twelve days
@@ -59,17 +62,19 @@ def claim_fault(
     return ""
 
 
-def discard_contradiction(body: DiscardedBody, report: LearnerStatus | None, *, is_silent: bool = False) -> str:
+def discard_contradiction(body: DiscardedBody, report: LearnerStatus | None, *, silent_ns: int | None = None) -> str:
     """Return what a learner's last report, if there is one, says against its steps being lost; empty if nothing.
 
-    is_silent: its region is away. It may have gone on for a while, or begun anew.
+    silent_ns: for so long its region is away, and may have gone on, or begun anew; None: it is heard.
     Nobody knows here how far earlier lives came.
     """
     if report is None or body.incarnation < report.incarnation:
         return ""
     if body.incarnation > report.incarnation:
-        return "" if is_silent else f"its incarnation is {report.incarnation}, not {body.incarnation}"
-    step_max = report.step + STEPS_AHEAD_MAX * is_silent
+        return "" if silent_ns is not None else f"its incarnation is {report.incarnation}, not {body.incarnation}"
+    step_max = report.step
+    if silent_ns is not None:
+        step_max += STEPS_AHEAD_MAX + silent_ns // STEP_NS_MIN
     return f"it has made {report.step} steps" if body.step_to > step_max else ""
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from diloco_node.core.ledger.roster import majority_of
 from diloco_node.core.messages import DiscardReported
-from diloco_node.core.rounds.claim_limits import discard_contradiction
+from diloco_node.core.rounds.claim_limits import STEPS_AHEAD_MAX, discard_contradiction
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.discards import BOOKING_MAX, REPORTED_MAX
 from diloco_node.core.types import DiscardedBody, EntryBody
@@ -139,13 +139,20 @@ class DiscardCheck:
             return ""
         return f"{name} has not given up steps ({body.step_from}, {body.step_to}]: {doubt}"
 
+    def is_impossible(self, body: DiscardedBody, *, now_ns: int) -> bool:
+        """Whether these are more steps than the learner can have made: nobody took them in good faith."""
+        if body.learner == self._region and body.incarnation in self._lives:
+            return body.step_to > self._lives[body.incarnation] + STEPS_AHEAD_MAX
+        status, silent_ns = self._liveness.learner(body.learner), self._silence_ns(body, now_ns)
+        return bool(discard_contradiction(body, status, silent_ns=silent_ns))
+
     def believe(self, body: EntryBody) -> None:
         """Take an entry all the same: a majority did, or nobody is there to speak against it."""
         self._believed = body
 
     def heed(self, body: EntryBody) -> None:
         """The leader is refused for this entry."""
-        if isinstance(body, DiscardedBody) and body.learner != self._region:
+        if isinstance(body, DiscardedBody) and body.learner != self._region and self._leader():
             self._heeded[body.learner] = self._leader()
 
     def _contradiction(self, body: DiscardedBody, now_ns: int) -> str:
@@ -153,8 +160,11 @@ class DiscardCheck:
         if body.learner == self._region and body.incarnation in self._lives:
             steps = self._lives[body.incarnation]
             return f"incarnation {body.incarnation} made {steps} steps" if body.step_to > steps else ""
-        is_alive = self._liveness.is_alive(body.learner, now_ns=now_ns)
-        return discard_contradiction(body, self._liveness.learner(body.learner), is_silent=not is_alive)
+        silent_ns = None if self._liveness.is_alive(body.learner, now_ns=now_ns) else self._silence_ns(body, now_ns)
+        return discard_contradiction(body, self._liveness.learner(body.learner), silent_ns=silent_ns)
+
+    def _silence_ns(self, body: DiscardedBody, now_ns: int) -> int:
+        return now_ns - (self._liveness.stepped_at_ns(body.learner) or 0)
 
 
 def _covers(report: DiscardedBody | None, body: DiscardedBody) -> bool:

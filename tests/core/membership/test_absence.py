@@ -82,6 +82,9 @@ def test_a_leader_that_did_not_hear_of_a_return_yet_is_not_refused() -> None:
     assert record.doubt(body, now_ns=(back + quarter) * NS_PER_S - 1) == ""
     assert record.doubt(body, now_ns=(back + quarter) * NS_PER_S)
     assert record.doubt(DiskNamedBody("b", EVICTED), now_ns=back * NS_PER_S), "it was never away"
+    ends_ns = back * NS_PER_S + EVICT_AFTER_NS
+    assert [record.has_missed("e", now_ns=ends_ns - 1), record.has_missed("e", now_ns=ends_ns)] == [True, False]
+    assert not record.has_missed("b", now_ns=back * NS_PER_S)
 
 
 def test_an_evicted_voter_counts_for_no_majority_and_three_are_left() -> None:

@@ -113,6 +113,8 @@ def test_a_state_that_nobody_has_is_refused_where_a_witness_has_payloads() -> No
         assert desk.fetches.is_refused(0, 5) is is_refused
         assert not desk.fetches.is_refused(0, 6)
         assert not desk.fetches.is_refused(1, 5)
+        desk.pump(alive=(), witness=witness)
+        assert desk.fetches.is_refused(1, 5) is is_refused, "nobody is there to send it"
 
 
 @pytest.mark.parametrize(

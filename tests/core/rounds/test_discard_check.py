@@ -10,7 +10,7 @@ from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect, Note, Send
 from diloco_node.core.messages import DiscardReported, Heartbeat
 from diloco_node.core.objections import Objections
-from diloco_node.core.rounds.claim_limits import STEPS_AHEAD_MAX
+from diloco_node.core.rounds.claim_limits import STEP_NS_MIN, STEPS_AHEAD_MAX
 from diloco_node.core.rounds.discard_check import DiscardCheck
 from diloco_node.core.rounds.discards import BOOKING_MAX
 from diloco_node.core.types import (
@@ -94,6 +94,7 @@ def test_a_silent_region_can_not_have_made_any_number_of_steps() -> None:
     assert (desk.doubt(lost(3, 0, most)), desk.fault(lost(3, 0, most))) == (NOT_HERE, "")
     assert desk.fault(lost(3, 0, most + 1)) == f"c has not given up steps (0, {most + 1}]: it has made 90 steps"
     assert desk.fault(lost(4, 0, most + 1)) == "", "it may have begun anew"
+    assert desk.check.fault(lost(3, 0, most + 1), is_late=False, now_ns=STEP_NS_MIN) == "", "it may have gone on"
 
 
 @pytest.mark.parametrize(
@@ -392,17 +393,46 @@ def test_no_region_holds_up_all_others_for_what_an_honest_leader_took_in_good_fa
     assert bench.ledger.taken == taken
 
 
-@pytest.mark.parametrize("is_own", [True, False])
-def test_a_vote_that_a_former_leader_took_from_who_is_there_is_taken(is_own: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_own", "was_away", "is_taken"), [(True, True, False), (False, True, True), (False, False, False)]
+)
+def test_a_vote_that_a_former_leader_took_from_who_was_away_is_taken(
+    is_own: bool, was_away: bool, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leader may date an entry back: who is always heard keeps its vote."""
     bench = Bench()
     body: Any = DiskNamedBody("c", EVICTED)
     bench.ledger.bodies, bench.ledger.is_own = [body], is_own
     bench.hear(STATUS)
     bench.beat()
+    monkeypatch.setattr(bench.liveness.absence, "has_missed", lambda region, *, now_ns: was_away and region == "c")
     bench.ask()
     assert (bench.ledger.taken, bench.ledger.refused) == (0, [])
     bench.ask(bench.patience_ns)
-    assert (bench.ledger.taken, bench.ledger.refused) == ((0, ["a"]) if is_own else (1, []))
+    assert (bench.ledger.taken, bench.ledger.refused) == ((1, []) if is_taken else (0, ["a"]))
+
+
+def test_more_steps_than_can_be_are_refused_of_whoever_hands_them_on() -> None:
+    bench = Bench(lost(3, 0, STATUS.step + (1 << 20)))
+    bench.hear(STATUS)
+    bench.ledger.is_own = False
+    bench.ask()
+    bench.hear(STATUS, echo=bench.beat())
+    bench.ask()
+    assert (bench.ledger.taken, bench.ledger.refused) == (0, ["a"])
+
+
+def test_nobody_is_refused_while_nobody_leads_and_the_objection_stays() -> None:
+    bench = Bench(lost(4, 0, 8))
+    bench.hear(STATUS)
+    bench.ledger.leader = bench.leader = ""
+    bench.ask()
+    bench.hear(STATUS, echo=bench.beat())
+    bench.ask()
+    assert (bench.ledger.taken, bench.ledger.refused) == (0, [])
+    bench.ledger.leader = bench.leader = "a"
+    bench.ask()
+    assert (bench.ledger.taken, bench.ledger.refused) == (0, ["a"])
 
 
 def test_what_a_majority_committed_is_doubted_no_more() -> None:
