@@ -72,9 +72,9 @@ class LightningDiloco(Callback):  # type: ignore[misc]
             )
         self._tokens, self._step, self._own_steps = 0, trainer.global_step, 0
         self._unhook()
-        self._unhook = trainer.optimizers[0].register_step_post_hook(self._note_step).remove
         stateful = self._stateful(trainer) | self._options.get("stateful", {})
         self.diloco = attach(pl_module, trainer.optimizers[0], **{**self._options, "stateful": stateful})
+        self._unhook = trainer.optimizers[0].register_step_post_hook(self._note_step).remove
         self.diloco.save_merged(pl_module)
         fit = trainer.fit_loop
         is_made_later = trainer.current_epoch > 0 and not fit.is_resuming and not fit.epoch_loop.restarting
@@ -118,10 +118,12 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         steps = trainer.global_step - self._step or self._own_steps
         self._step, self._own_steps = trainer.global_step, 0
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        for _ in range(steps):
-            if not self.diloco.should_stop:
-                self.diloco.step(tokens=self._tokens, loss=loss if isinstance(loss, Tensor) else None)
-                self._tokens = 0
+        for number in range(steps):
+            if number and self.diloco.should_stop:
+                break  # the trainer leaves after the batch
+            # The batch has one loss.
+            self.diloco.step(tokens=self._tokens, loss=loss if isinstance(loss, Tensor) and not number else None)
+            self._tokens = 0
         trainer.should_stop |= self.diloco.should_stop
 
     def _note_step(self, *_: Any) -> None:
@@ -150,11 +152,13 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         """Leave the run after all other callbacks: the run's result replaces what they write to the module now."""
         self._pause.end()
         if self.diloco is not None:
-            trainer.callbacks.append(_Last(self.diloco))
+            trainer.callbacks.append(_Last(self._pause, self.diloco))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the run with the reason."""
         self._pause.end()
+        # One that did not come to its turn would go from the list at the next end, and have another one skipped.
+        trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, _Last)]
         if self.diloco is not None:
             self.diloco.__exit__(type(exception), exception, exception.__traceback__)
 
@@ -162,11 +166,12 @@ class LightningDiloco(Callback):  # type: ignore[misc]
 class _Last(Callback):  # type: ignore[misc]
     """A callback behind all others, once; Lightning calls those that are added meanwhile."""
 
-    def __init__(self, diloco: Diloco) -> None:
-        self._diloco = diloco
+    def __init__(self, pause: CallbackPause, diloco: Diloco) -> None:
+        self._pause, self._diloco = pause, diloco
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.callbacks.remove(self)
+        self._pause.end()  # another callback may have saved at the end
         self._diloco.close()
 
 

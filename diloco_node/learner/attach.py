@@ -332,6 +332,7 @@ class Diloco(LoopView):
     def settle(self, seconds: float) -> None:
         """Go on taking versions for some time without stepping. All ranks call it, or LearnerError is raised."""
         if self._boundaries is not None and self._watch is not None and not self._is_closed:
+            self._check_open("settle()")
             self._watch.check_writes()
             for boundary in self._boundaries.settle(seconds):
                 self._crossed(boundary)
@@ -343,7 +344,7 @@ class Diloco(LoopView):
 
     @USABLE
     def _save(self, save: Callable[[TrainingProgress], None]) -> None:
-        if self._boundaries is not None and not self._is_closed:
+        if self._boundaries is not None and not self._is_closed and self._refusal is None:
             save(self._boundaries.progress(self.global_step))
             if self._session is not None and self._ranks.size == 1:  # others may have failed to write: a boundary tells
                 self._session.stand(self._checkpoints.written_step)

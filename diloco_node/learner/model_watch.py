@@ -233,7 +233,10 @@ class ModelWatch:
         self._places = self._places_now()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not (torch.compiler.is_compiling() or is_capturing()):
+        if torch.compiler.is_compiling() or is_capturing():
+            return
+        # After a refusal the process may go on with another model.
+        if not self._refusal or not self._names.keys().isdisjoint(parameters_of(optimizer)):
             with self._refusing():
                 self._look_before_step(optimizer)
 
@@ -270,6 +273,7 @@ class ModelWatch:
         for sibling in record.siblings:
             if sibling.sample is not None:
                 sibling.note(is_step=True)
+        self._steps.made += record.is_stepping
         record.steps += record.is_stepping  # a step may call that of its base class, see above
         record.is_stepping = False
         self._states.stepped(optimizer)

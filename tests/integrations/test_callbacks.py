@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
+from diloco_node.learner.attach import Diloco
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from diloco_node.wire.learner_link import Done, Failed, Leaving, Warned
 from tests.kit.fake_daemon import FakeDaemon
@@ -483,23 +484,34 @@ def test_an_average_in_lightning_does_not_replace_the_runs_result(
 
 
 @pytest.mark.parametrize("is_wrapped", [True, False])
-def test_each_step_of_a_module_that_optimizes_by_hand_is_counted(folder: Path, is_wrapped: bool) -> None:
+def test_each_step_of_a_module_that_optimizes_by_hand_is_counted(
+    folder: Path, is_wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer, callback, module = lightning_trainer(folder, max_steps=-1, max_epochs=1)
     module.automatic_optimization = False
+    losses: list[bool] = []
 
-    def train(batch: dict[str, Tensor], batch_idx: int) -> None:
+    def train(batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         optimizer = module.optimizers(use_pl_optimizer=is_wrapped)
         for _ in range(3):
             optimizer.zero_grad()
             module.manual_backward(module.inner(**batch)["loss"])
             optimizer.step()
+        return torch.tensor(float("nan") if batch_idx == 1 else 1.0)  # once is no reason to end
 
+    def step(diloco: Any, *, loss: Any, **options: Any) -> None:
+        losses.append(loss is not None)
+        take_step(diloco, loss=loss, **options)
+
+    take_step = Diloco.step
+    monkeypatch.setattr(Diloco, "step", step)
     module.training_step = train
     with FakeDaemon(folder) as daemon:
         trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=BATCH))
         done = daemon.wait_for(Done)
     assert (done.step, done.tokens) == (3 * ROWS // BATCH, ROWS * LENGTH)
     assert callback.diloco.steps == done.step
+    assert losses == [True, False, False] * (ROWS // BATCH)
 
 
 def test_an_exception_in_lightning_is_said(folder: Path) -> None:

@@ -202,6 +202,14 @@ def test_a_loop_that_catches_all_exceptions_merges_nothing_that_was_refused(fold
                     caught.append(str(error))
                     assert diloco.should_stop
                     assert "this learner has failed" in diloco.stop_reason
+            with pytest.raises(LearnerError, match=r"settle\(\) after an error that the loop has caught"):
+                diloco.settle(0.0)
+            other = net()
+            probe = make(other)
+            other(torch.randn(4, 6)).square().mean().backward()
+            before = [parameter.detach().clone() for parameter in other.parameters()]
+            probe.step()  # of a model that is not the run's
+            assert any(not torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
         assert "were changed between two steps" in daemon.wait_for(Failed).reason
     assert len(caught) >= 14, "it is refused again at each step"
     assert all("were changed between two steps" in text for text in caught)

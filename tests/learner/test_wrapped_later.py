@@ -257,3 +257,18 @@ def test_steps_of_which_one_a_batch_is_told_are_named_once(folder: Path, count: 
 @pytest.mark.parametrize("steps", [{"model": 1}, {"generator": 1, "critic": 1}, {"generator": 1, "critic": 5}])
 def test_one_step_of_the_slowest_network_a_batch_is_no_news(folder: Path, steps: dict[str, int]) -> None:
     assert several_a_batch(folder, steps, Derived) == []
+
+
+def test_an_optimizer_that_is_made_anew_in_mid_run_has_made_its_steps(folder: Path) -> None:
+    model = net()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(model) as diloco:
+            for number in range(4 * STILL_STEPS):
+                if number % 100 == 0:
+                    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+                optimizer.zero_grad()
+                model(torch.randn(4, 6)).square().mean().backward()
+                optimizer.step()
+                diloco.step(tokens=4)
+        daemon.wait_for(Done)
+        assert not [message.text for message in daemon.said if isinstance(message, Warned) and "steps" in message.text]
