@@ -273,7 +273,7 @@ class ModelWatch:
         for sibling in record.siblings:
             if sibling.sample is not None:
                 sibling.note(is_step=True)
-        self._steps.made += record.is_stepping
+        self._steps.steps += record.is_stepping
         record.steps += record.is_stepping  # a step may call that of its base class, see above
         record.is_stepping = False
         self._states.stepped(optimizer)

@@ -19,15 +19,15 @@ class StepCounts:
     warn: tells people.
 
     Attributes:
-        told: steps that the loop told. made: of all optimizers, also of those that are gone. moves: those that wrote to
+        told: steps that the loop told. steps: of all optimizers, also of those that are gone. moves: those that wrote to
             a tensor.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
-        self.told = self.made = self.moves = 0
+        self.told = self.steps = self.moves = 0
         self._warn = warn
         # By the last multiple of STILL_STEPS that were told.
-        self._moves_before = self._made_before = 0
+        self._moves_before = self._steps_before = 0
         self._has_warned = False
 
     def tell(self, records: Iterable[OptimizerRecord]) -> bool:
@@ -41,10 +41,10 @@ class StepCounts:
             return False
         counts = [count for record in records if (count := record.take_steps())]
         is_still, self._moves_before = self.moves == self._moves_before, self.moves
-        made, self._made_before = self.made - self._made_before, self.made
+        steps, self._steps_before = self.steps - self._steps_before, self.steps
         if counts and not self._has_warned and self.told > STILL_STEPS:
-            if 2 * made <= STILL_STEPS:
-                self._tell_count(made, "many")
+            if 2 * steps <= STILL_STEPS:
+                self._tell_count(steps, "many")
             elif min(counts) >= RATIO_MAX * STILL_STEPS:
                 self._tell_count(min(counts), "few")
         return is_still
