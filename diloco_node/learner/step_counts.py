@@ -19,8 +19,8 @@ class StepCounts:
     warn: tells people.
 
     Attributes:
-        told: steps that the loop told. steps: of all optimizers, also of those that are gone. moves: those that wrote to
-            a tensor.
+        told: steps that the loop told. steps: of all optimizers, also of those that are gone. moves: those of them that
+            wrote to a tensor.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
