@@ -51,6 +51,8 @@ class Fetches:
 
     def __init__(self, *, region: str, regions: tuple[str, ...], effects: EffectBuffer) -> None:
         self._region = region
+        # The other regions; and those that can be asked, a leader from outside too.
+        self._members: tuple[str, ...] = ()
         self._others: tuple[str, ...] = ()
         self.follow(regions)
         self._effects = effects
@@ -62,7 +64,7 @@ class Fetches:
 
     def follow(self, regions: Iterable[str]) -> None:
         """These are the regions from now on. A fetch from one that has gone ends as one from a lost peer does."""
-        self._others = tuple(sorted(name for name in regions if name != self._region))
+        self._members = self._others = tuple(sorted(name for name in regions if name != self._region))
 
     @property
     def is_idle(self) -> bool:
@@ -171,6 +173,10 @@ class Fetches:
             alive: regions that can be asked at all.
             witness: asked last, and for payloads alone; empty if there is none.
         """
+        self._others = self._members
+        if leader not in ("", self._region, *self._members):
+            # It came after all that this region has read of the ledger. Those that were there then may have gone.
+            self._others, alive = tuple(sorted({*self._members, leader})), (*alive, leader)
         self._alive, self._witness = frozenset(alive), witness
         in_flight = sum(1 for fetch in self.pending.values() if fetch.peer)
         for fragment, current in sorted(self.pending.items()):

@@ -89,6 +89,19 @@ def test_payload_is_gone_only_when_everybody_says_so() -> None:
     assert not desk.fetches.is_gone(0, 4)
 
 
+def test_a_leader_that_came_after_what_is_read_of_the_ledger_is_asked_too() -> None:
+    """A region may join when all those that its first entries name have left."""
+    desk = Desk()
+    desk.fetches.request(0, 5, None, digest=b"s")
+    assert desk.pump(leader="", alive=()) == []
+    assert desk.pump(leader="z", alive=()) == [FetchState("z", 0, 5, b"s")]
+    desk.fetches.on_failure("z", 0, "gone", now_ns=0)
+    assert desk.pump(leader="z", alive=()) == [], "it is asked again after a pause"
+    assert desk.pump(leader="z", alive=(), now_ns=RETRY_NS) == [FetchState("z", 0, 5, b"s")]
+    desk.fetches.on_failure("z", 0, "gone", now_ns=RETRY_NS)
+    assert desk.pump(leader="b", alive=("b",), now_ns=RETRY_NS) == [FetchState("b", 0, 5, b"s")], "it leads no longer"
+
+
 def test_a_payload_is_not_gone_before_the_witness_was_asked() -> None:
     """The only other region had a new folder, and was asked for state and payload in turn, for ever."""
     desk, now_ns = Desk(), RETRY_NS
