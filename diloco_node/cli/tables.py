@@ -1,4 +1,4 @@
-"""Output for people: its width, tables, amounts of bytes, rows of regions, and findings."""
+"""Output for people: its width, tables, rows of regions, and findings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from datetime import datetime
 from typing import Any, Final
 
 from diloco_node.health.finding import Finding, Mark
-from diloco_node.health.reading import duration, number, rows, section, text
+from diloco_node.health.reading import duration, human_bytes, number, rows, section, text
 
-UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 COLUMNS: Final = ("region", "role", "step", "loss", "tokens/s", "rounds", "versions", "sent", "received", "now")
 LEFT: Final = frozenset({"region", "role"})
 
@@ -36,15 +35,6 @@ def output_width() -> int | None:
     """Width of standard output in characters; None: a pipe, whose lines stay whole to be searched. Obeys `COLUMNS`."""
     is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
     return shutil.get_terminal_size().columns if is_sized else None
-
-
-def human_bytes(count: float) -> str:
-    """Write an amount of bytes, as 12.3 MB."""
-    for unit in UNITS:
-        if count < 1000 or unit == UNITS[-1]:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
 
 
 def table_lines(

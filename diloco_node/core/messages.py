@@ -112,7 +112,8 @@ class TimeoutNow:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """To the leader every `heartbeat_ns`, and at once when the learner is due; to others rarer beyond five regions.
+    """To all every second `heartbeat_ns`, rarer beyond nine regions; to the leader also in between where there is news,
+    and at once when the learner is due.
 
     Attributes:
         sequence: grows by one with each heartbeat of one daemon process.

@@ -68,19 +68,18 @@ class Objections:
             is_uncertain, name = ledger.is_staged(body), _name(body)
             is_new = wait is None or wait[0] != name or self._will_know(body, missing[:place])
             waited_ns = 0 if wait is None or is_new else now_ns - wait[1]
-            is_late = waited_ns >= WORD_TIMEOUTS * self._patience_ns
-            # Of an earlier term: who hands it on does not know what the region reports, and is not to blame.
-            is_blamed = is_late and ledger.is_staged(body, term=ledger.term)
+            # Who hands on another leader's entry does not know what the region reports, and is not to blame.
+            is_own = ledger.is_staged(body, leader=ledger.leader)
+            is_blamed = is_own and waited_ns >= WORD_TIMEOUTS * self._patience_ns
             fault = self._versions.payload_fault(body) or self.discards.fault(body, is_late=is_blamed, now_ns=now_ns)
             if isinstance(body, SnapshotBody) and is_uncertain:
                 fault = self._snapshot_fault(body)
             waits, doubt = self._reason_to_wait(body, now_ns), self.doubt(body, now_ns=now_ns)
             if not fault and not doubt:
                 continue
-            is_silent = not fault and (
-                (isinstance(body, DiscardedBody) and is_late)
-                or (isinstance(body, SnapshotBody) and waited_ns >= self._patience_ns)
-            )
+            if isinstance(body, DiscardedBody) and is_uncertain and not is_own:
+                fault = ""  # refused for ever, what an honest leader took in good faith would end all merging
+            is_silent = not fault and self._is_patience_over(body, waited_ns, is_own=is_own)
             if not is_uncertain or is_silent:
                 if fault or waits or is_silent:
                     is_alarm = not waits and not isinstance(body, SnapshotBody)
@@ -102,10 +101,19 @@ class Objections:
                 self._wait = (name, now_ns - waited_ns)
                 break
         if is_settled and self._wait is None:
-            effects += ledger.payload_arrived(
-                now_ns=now_ns
-            )  # it is not doubted any more: no leader may be there to ask
+            # What waited is not doubted any more, and no leader may be there whose message would have it taken.
+            effects += ledger.payload_arrived(now_ns=now_ns)
         return effects
+
+    def _is_patience_over(self, body: EntryBody, waited_ns: int, *, is_own: bool) -> bool:
+        """Whether an entry is taken although it is doubted here. is_own: the present leader made it.
+
+        An absence was true when another leader booked it, and its region may be back since.
+        """
+        if isinstance(body, DiscardedBody):
+            return waited_ns >= WORD_TIMEOUTS * self._patience_ns
+        is_harmless = isinstance(body, SnapshotBody) or (isinstance(body, DiskNamedBody) and not is_own)
+        return is_harmless and waited_ns >= self._patience_ns
 
     def _will_know(self, body: EntryBody, before: Sequence[EntryBody]) -> bool:
         """Whether this region is still to reach the version of a state, whatever the others do: its own tells more.
@@ -114,7 +122,7 @@ class Objections:
         """
         if not isinstance(body, SnapshotBody) or self.digests is None:
             return False
-        is_behind = any(isinstance(lacking, RoundBody) and lacking.fragment == body.fragment for lacking in before)
+        is_behind = any(isinstance(lacking, RoundBody) for lacking in before)
         return is_behind or (self.digests.is_due(body) and body.fragment not in self._versions.healing)
 
     def _snapshot_fault(self, body: SnapshotBody) -> str:

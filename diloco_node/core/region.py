@@ -61,8 +61,7 @@ class RegionCore:
         run_id, settings_digest: go into genesis; regions with others can't join.
         manifest, settings: of the run.
         recovered: what the disk held at start.
-        seed: of the election timeouts. secret: at random; of the nonces of audits.
-        now_ns: monotonic time.
+        seed: of the election timeouts. secret: at random; of the nonces of audits. now_ns: monotonic time.
         authority: of the run, see `roster`.
     """
 
@@ -354,7 +353,10 @@ class RegionCore:
         self._to_ledger(event, now_ns)
         if now_ns >= self._next_beat_ns:
             self._next_beat_ns = now_ns + self.liveness.pause_ns(now_ns - self._next_beat_ns)
-            self._beat(now_ns, self.liveness.next_receiver(self.ledger.leader, is_last=self.end.is_final))
+            if self.ledger.is_leader:  # with the ledger's heartbeat: one wake-up here, and one there
+                self._next_beat_ns = min(self._next_beat_ns, self.ledger.wake_at_ns)
+            leader, applied, is_last = self.ledger.leader, self.versions.applied_index(), self.end.is_final
+            self._beat(now_ns, self.liveness.next_receiver(leader, applied, is_last=is_last, now_ns=now_ns))
             self.participant.tick()
             self.leader.tick()
             self._emit(self.replacement.propose(self._effects, self.liveness, now_ns=now_ns))
@@ -384,6 +386,7 @@ class RegionCore:
         if event.peer in self.history.expelled:
             return  # its links are about to be closed
         if isinstance(message, msg.LEDGER_MESSAGES):
+            self.liveness.hear(event.peer, now_ns=now_ns)
             self._to_ledger(event, now_ns)
         elif isinstance(message, msg.RosterShown):
             self.farewell.take(event.peer, message)

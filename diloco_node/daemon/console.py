@@ -19,7 +19,7 @@ from diloco_node.state_names import FINAL_NAME
 log = structlog.get_logger()
 
 LINE_CHARS_MAX: Final = 200
-LINES_POLL_S: Final = 1.0
+LINES_POLL_S: Final = 2.0
 """Between two looks at whether there is a line to show."""
 
 PACE_S: Final = 60.0

@@ -49,6 +49,7 @@ from diloco_node.storage.durable import replace_file
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import set_damaged_aside
 from diloco_node.supervisor.process_file import read_process
+from diloco_node.ticks import to_tick_s
 from diloco_node.transport.certificates import load_identity
 from diloco_node.unix_sockets import Process
 from diloco_node.wire.learner_link import Attach, ToDaemon, merge_rules
@@ -327,9 +328,9 @@ class Daemon:
         rest waits."""
         fault = learner_fault(self._facts() if document is None else document)
         reason = self._starting_reason if self.node is None else self.node.status.not_ready_reason()
-        if fault is None or fault[1] == reason:
+        if fault is None:
             return reason
-        return f"{fault[1]}; {reason}" if reason else fault[1]
+        return fault[1] if fault[1].startswith(reason) else f"{fault[1]}; {reason}"
 
     async def _watch_learner_process(self) -> None:
         """Follow the supervisor's file about the learner's process: note each new fault, and show it."""
@@ -344,7 +345,7 @@ class Daemon:
                 verb = "is stopped" if is_stopped else "has ended"
                 self.notes.add(Note("learner", f"the learner's process {verb}: {fault[0]}", is_alarm=True))
             last_fault = fault
-            await asyncio.sleep(LEARNER_PROCESS_POLL_S)
+            await asyncio.sleep(to_tick_s(LEARNER_PROCESS_POLL_S))
 
     async def _watch_run(self) -> None:
         """Show lines about the run while it goes on, and keep its history: both of one document."""
@@ -357,7 +358,7 @@ class Daemon:
                 point_at_s = loop.time() + self._history.period_s
                 if self._history.take(document):
                     await in_thread(self._threads.background, self._history.save)
-            await asyncio.sleep(min(LINES_POLL_S, max(TIMER_GRAIN_S, point_at_s - loop.time())))
+            await asyncio.sleep(min(to_tick_s(LINES_POLL_S), max(TIMER_GRAIN_S, point_at_s - loop.time())))
 
     def _look_at_run(self) -> dict[str, Any]:
         document = self.status()

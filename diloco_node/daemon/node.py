@@ -41,6 +41,7 @@ from diloco_node.measure.measuring import Measuring
 from diloco_node.numeric import NS_PER_S
 from diloco_node.shared_memory import request_area
 from diloco_node.storage.trained import read_trained, save_trained
+from diloco_node.ticks import to_tick_s
 from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.credentials import fingerprint_text, pem_to_der
 from diloco_node.transport.intake import messages_per_s
@@ -173,7 +174,7 @@ class Node:
             save_counter_file=partial(save_trained, spec.state_dir),
         )
         self.witness.fetcher = self.effects.fetcher
-        refusals = self.effects.disk.refusals
+        refusals = self.effects.disk.writes.refusals
         self.facts = RunFacts(
             self.core,
             spec,
@@ -312,7 +313,7 @@ class Node:
 
     async def _watch_budget(self) -> None:
         while True:
-            await asyncio.sleep(BUDGET_POLL_S)
+            await asyncio.sleep(to_tick_s(BUDGET_POLL_S))
             self._post_limits()
             self.reception.compare_models(self.transport.other_models)
             self.facts.mark()

@@ -277,6 +277,8 @@ class WitnessLink:
                 f"{place.url} holds an older record than was read here before, which may have forgotten a vote: `"
                 f"members remove {place.name}`, then `members witness` with an empty place"
             )
+        if current is None and turn.record is None:
+            raise _absence(place)
         if turn.record is not None:
             data = encode_record(turn.record)
             loop.call_soon_threadsafe(self._pacer.control_sent, place.name, len(data))
@@ -433,7 +435,16 @@ def _wait(permission: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop
 
 
 def _look(place: _WitnessPlace) -> None:
-    place.opened().record.read_tagged(RECORD, RECORD_BYTES_MAX)
+    answer = place.opened().record.read_tagged(RECORD, RECORD_BYTES_MAX)
+    if answer is None and place.disk:
+        raise _absence(place)
+
+
+def _absence(place: _WitnessPlace) -> StoreRefused:
+    return StoreRefused(
+        f"{place.url} has lost the record of {place.name}, which gives no vote until a leader has made it anew and "
+        "both regions have it in their log: see that nothing empties the bucket"
+    )
 
 
 def _key(entry_hash: bytes) -> str:

@@ -13,7 +13,7 @@ from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.alert_kinds import AlertKind
 from diloco_node.health.critical_path import critical_path
 from diloco_node.health.finding import Finding, Mark
-from diloco_node.health.reading import Document, duration, number, rows, section, text
+from diloco_node.health.reading import Document, duration, human_bytes, number, rows, section, text
 from diloco_node.health.tolerance import (
     alive_count,
     failure_tolerance,
@@ -365,7 +365,7 @@ def _machine(document: Document) -> Iterator[Finding]:
     elif free is not None and size:
         need = STATES_FREE * STATE_BYTES * (number(document, "parameters") or 0.0)
         if free < max(need, DISK_LOW_PART * size):
-            line = f"{free / 1e9:.1f} GB of {size / 1e9:.1f} GB are free where the state folder is"
+            line = f"{human_bytes(free)} of {human_bytes(size)} are free where the state folder is"
             yield _make(kinds.DISK_LOW, document, line)
     if is_starved(document) and text(document, "state") not in OVER:
         pace = section(document, "merge_pace")

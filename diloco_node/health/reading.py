@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 Document = Mapping[str, Any]
+UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 
 
 def section(document: Document, key: str) -> Document:
@@ -46,3 +47,12 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.0f} s"
+
+
+def human_bytes(count: float) -> str:
+    """Write an amount of bytes, as 12.3 MB."""
+    for unit in UNITS:
+        if count < 1000 or unit == UNITS[-1]:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")

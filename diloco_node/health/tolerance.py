@@ -11,9 +11,10 @@ def region_count(document: Document) -> int:
 
 
 def voter_count(document: Document) -> int:
-    """Regions that count for a majority, heard or not, and the witness."""
-    kinds = [text(row, "kind") for row in rows(section(document, "members"), "rows")]
-    return kinds.count("voter") + kinds.count("witness") or region_count(document)
+    """Regions that count for a majority, heard or not, and the witness; without a voter that was away too long."""
+    members = rows(section(document, "members"), "rows")
+    voters = [row for row in members if text(row, "kind") in ("voter", "witness") and row.get("counts") is not False]
+    return len(voters) or region_count(document)
 
 
 def alive_count(document: Document) -> int:

@@ -67,7 +67,8 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         if args.load_best_model_at_end:
             log.warning(
                 "load_best_model_at_end: once the run is over the model holds the run's final parameters, not those of "
-                "the best checkpoint, which stays in output_dir"
+                "the best checkpoint, which stays in output_dir. It holds the best checkpoint only where this trainer "
+                "ends before the run, such as by early stopping"
             )
         # Training that was ended by an exception tells no callback; the loop may have caught it, to train again.
         self._leave(LearnerError("train() was called again"))

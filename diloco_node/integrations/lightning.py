@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor
 
 from diloco_node.errors import LearnerError
@@ -25,6 +26,8 @@ from diloco_node.learner.pauses import CallbackPause
 from diloco_node.learner.token_check import TokenCheck, TokenCount
 
 log = logging.getLogger("diloco_node.learner")
+
+AVERAGES = (StochasticWeightAveraging, WeightAveraging)
 
 
 class LightningDiloco(Callback):  # type: ignore[misc]
@@ -45,7 +48,10 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         self._options = options
         self.token_count = TokenCount()
         self._tokens = 0
-        self._step = 0
+        # The trainer's count, which does not have the steps of an optimizer that a module calls without its wrapper;
+        # and those that the optimizer has made since the last batch.
+        self._step = self._own_steps = 0
+        self._unhook: Callable[[], None] = lambda: None
         self._pause = CallbackPause()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -57,7 +63,16 @@ class LightningDiloco(Callback):  # type: ignore[misc]
             raise LearnerError(
                 f"{len(trainer.optimizers)} optimizers: with several, call diloco_node.attach and step() yourself"
             )
-        self._tokens, self._step = 0, trainer.global_step
+        for average in filter(lambda callback: isinstance(callback, AVERAGES), trainer.callbacks):
+            log.warning(
+                "%s averages this region's own weights. Once the run is over the module holds the run's final "
+                "parameters, not that average. Files that WeightAveraging saves have the average as state_dict, and "
+                "the merged weights as current_model_state",
+                type(average).__name__,
+            )
+        self._tokens, self._step, self._own_steps = 0, trainer.global_step, 0
+        self._unhook()
+        self._unhook = trainer.optimizers[0].register_step_post_hook(self._note_step).remove
         stateful = self._stateful(trainer) | self._options.get("stateful", {})
         self.diloco = attach(pl_module, trainer.optimizers[0], **{**self._options, "stateful": stateful})
         self.diloco.save_merged(pl_module)
@@ -99,13 +114,18 @@ class LightningDiloco(Callback):  # type: ignore[misc]
             return
         self._tokens += self._tokens_of(batch)
         self.token_count.add(batch)
-        if trainer.global_step == self._step:
-            return
-        self._step = trainer.global_step
+        # Several, where a module optimizes by hand.
+        steps = trainer.global_step - self._step or self._own_steps
+        self._step, self._own_steps = trainer.global_step, 0
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        self.diloco.step(tokens=self._tokens, loss=loss if isinstance(loss, Tensor) else None)
-        self._tokens = 0
+        for _ in range(steps):
+            if not self.diloco.should_stop:
+                self.diloco.step(tokens=self._tokens, loss=loss if isinstance(loss, Tensor) else None)
+                self._tokens = 0
         trainer.should_stop |= self.diloco.should_stop
+
+    def _note_step(self, *_: Any) -> None:
+        self._own_steps += 1
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """No pause lasts until here."""
@@ -127,16 +147,27 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         self._pause.end()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the run."""
+        """Leave the run after all other callbacks: the run's result replaces what they write to the module now."""
         self._pause.end()
         if self.diloco is not None:
-            self.diloco.close()
+            trainer.callbacks.append(_Last(self.diloco))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the run with the reason."""
         self._pause.end()
         if self.diloco is not None:
             self.diloco.__exit__(type(exception), exception, exception.__traceback__)
+
+
+class _Last(Callback):  # type: ignore[misc]
+    """A callback behind all others, once; Lightning calls those that are added meanwhile."""
+
+    def __init__(self, diloco: Diloco) -> None:
+        self._diloco = diloco
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.callbacks.remove(self)
+        self._diloco.close()
 
 
 class _Epoch:

@@ -43,6 +43,7 @@ from diloco_node.learner.layouts.shard_map import agreed, describe
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.leaving import EndWish, end_on_final, failure, is_at_end
 from diloco_node.learner.local_fragments import LearnerFragments
+from diloco_node.learner.loop_view import LoopView
 from diloco_node.learner.loss import HeldOutLoss, HeldOutLosses
 from diloco_node.learner.loss_watch import LossWatch
 from diloco_node.learner.model_state import SavedStates, model_state
@@ -120,18 +121,10 @@ def attach(
     )
 
 
-class Diloco:
+class Diloco(LoopView):
     """A training loop's place in the run; made by `attach`, used as a context manager.
 
     Attributes:
-        region: name of this region, "" when alone. region_index: its place among `regions` regions.
-        region_names: all of them, in the order of their places; also those that have left.
-        global_step: where the run is, in steps of its median learner. Never goes back. A learner that is slower than
-            the median sees it grow by more than one a step, a faster one by one or none.
-        progress: part of the way to the run's end, 0 to 1; None when alone, or where nothing says where that is.
-        should_stop: leave the loop now: the run is finished, or this process was asked to stop (SIGTERM).
-        stop_reason: why, in words. is_interrupted: this process was asked to stop, the run goes on: leave soon.
-        steps, tokens: made by this process, over all ranks.
         token_check: compares the tokens of `step` with those of a loader in `stateful`.
     """
 
@@ -144,18 +137,7 @@ class Diloco:
         checkpoint_every_s: float,
         auto_step: AutoStep | None,
     ) -> None:
-        # What the loop reads. Set when the run is joined, and as long as the process trains alone.
-        self.region = ""
-        self.region_index = 0
-        self.region_names: tuple[str, ...] = ()
-        # Equal on all ranks from each boundary to the next.
-        self.global_step = 0
-        self.progress: float | None = None
-        # Once True it stays so, with its first reason.
-        self.should_stop = self.is_interrupted = False
-        self.stop_reason = ""
-        # Of this process; `LearnerFragments` has those of the incarnation.
-        self.steps = self.tokens = 0
+        super().__init__()
         self.token_check = TokenCheck(stateful.values())
         self._tensors = tensors
         self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s, warn=self._warn)
@@ -171,6 +153,8 @@ class Diloco:
         self._watch: ModelWatch | None = None
         # Once True nothing is told or written any more.
         self._has_left = False
+        # What this learner was refused for: it ends with that, also where the loop has caught it.
+        self._refusal: LearnerError | None = None
         self._terminate, self._place, self._wish = TerminateFlag(), LearnerPlace(), EndWish()
         self._ranks = Ranks()
         self._saves = SavedStates(tensors, self._ranks, self._checkpoints.hold)
@@ -182,16 +166,6 @@ class Diloco:
             raise
         if auto_step is not None:
             auto_step.begin(lambda tokens, loss: self.step(tokens=tokens, loss=loss))
-
-    @property
-    def regions(self) -> int:
-        """How many regions the run has; 1 when alone."""
-        return max(1, len(self.region_names))
-
-    @property
-    def shards(self) -> tuple[int, ...]:
-        """Virtual shards of the data that this region may train, ascending; another tuple once they change."""
-        return HERE.own
 
     @property
     def _is_closed(self) -> bool:
@@ -237,7 +211,11 @@ class Diloco:
         tokens = whole_tokens(tokens)
         self.steps += 1
         if self._fragments is not None:
-            self._attached_step(tokens, loss, grad_norm, started_ns)
+            try:
+                self._attached_step(tokens, loss, grad_norm, started_ns)
+            except LearnerError as error:
+                self._refuse(error)
+                raise
         else:
             self.global_step += 1
             self.tokens += tokens
@@ -245,10 +223,17 @@ class Diloco:
         self.token_check.step(tokens, ranks=self._ranks.size, warn=self._warn)
         self._blocked_ns += time.perf_counter_ns() - started_ns
 
+    def _refuse(self, error: LearnerError) -> None:
+        """End with this error, whatever the loop makes of it: one that catches all exceptions would go on with it."""
+        if self._refusal is None and not self._is_closed:
+            self._refusal = LearnerError(str(error))  # a traceback would keep the loop's tensors alive
+            self._stop_if(True, f"this learner has failed, and ends with that: {error}", logging.ERROR)
+
     def _attached_step(
         self, tokens: int, loss: Tensor | float | None, grad_norm: Tensor | float | None, started_ns: int
     ) -> None:
         self._check_open("step()")
+        self._saves.step()
         session = self._session
         if session is not None:
             session.timer.stepped(started_ns)
@@ -277,13 +262,10 @@ class Diloco:
         return boundary
 
     def _check_open(self, call: str) -> None:
+        if self._refusal is not None:
+            raise LearnerError(f"{call} after an error that the loop has caught: {self._refusal}")
         if self._is_closed and self.is_attached:
             raise LearnerError(f"{call} after the `with` block, after close(), or in a child: no learner is here")
-
-    def _stop_if(self, is_wanted: bool, reason: str) -> None:
-        if is_wanted and not self.should_stop:
-            self.should_stop, self.stop_reason = True, reason
-            log.info("stopping: %s", reason)
 
     def _report(self, session: LearnerSession) -> None:
         session.report(
@@ -389,8 +371,9 @@ class Diloco:
         last: Done | None = None
         session, boundaries = self._session, None if self._is_closed else self._boundaries
         self._terminate.leave()
-        if boundaries is not None and boundaries.is_crossing.is_set():  # half a merge is no checkpoint, and no result
-            return self._close(failure(LearnerError("a step() did not come to its end")))
+        is_half = boundaries is not None and boundaries.is_crossing.is_set()
+        if is_half or self._refusal is not None:  # half a merge is no checkpoint, and no result
+            return self._close(failure(self._refusal or LearnerError("a step() did not come to its end")))
         try:
             foreign = self._watch.foreign_write() if boundaries is not None and self._watch is not None else ""
             has_result = boundaries is not None and end_on_final(boundaries, self._warn, foreign)
@@ -406,6 +389,8 @@ class Diloco:
                 was_over = self.should_stop and not self.is_interrupted
                 self.is_interrupted = not is_at_end(boundaries, self._warn, was_over, has_result)
             elif boundaries is not None and session is not None:
+                if foreign and not has_result:
+                    self._warn(foreign)
                 self.is_interrupted = session.stop_reason is None and (self.should_stop or self._terminate.is_set)
         except BaseException as error:
             self._close(failure(error))
@@ -490,7 +475,7 @@ class Diloco:
         if text := first.difference(self._fragments.positions):
             self._warn(text)
         parts = self._checkpoints.optimizer, self._checkpoints.stateful.values()
-        self._watch = ModelWatch(self._tensors, self._warn, *parts, is_auto=bool(self._auto_step))
+        self._watch = ModelWatch(self._tensors, self._warn, *parts, is_auto=bool(self._auto_step), refuse=self._refuse)
         self._fragments.pending_looks = self._watch.pending_looks
         self._saves.begin(self._fragments, self._session)
 

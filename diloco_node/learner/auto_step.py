@@ -46,7 +46,9 @@ class AutoStep:
         """From now on call `tell` after each step, with its tokens and the loss that the model returned."""
         self._watch.take()
         self._tell = tell
-        self._handle = self.optimizer.register_step_post_hook(self._stepped)
+        # A compiled step would have the hook in its graph, and the whole of a boundary. An optimizer has loaded dynamo.
+        stepped = torch.compiler.disable(self._stepped)  # type: ignore[no-untyped-call]
+        self._handle = self.optimizer.register_step_post_hook(stepped)
 
     def _stepped(self, *_: Any) -> None:
         assert self._tell is not None

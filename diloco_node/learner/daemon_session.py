@@ -415,7 +415,7 @@ class LearnerSession:
         """Say the last word, and let go of everything. has_stop: a signal asked this process, or another rank's, to
         stop."""
         if self._fragments is not None and self._fragments.step and not self.final_versions:
-            log.warning("the run goes on: the model holds this region's own parameters. `export` has the merged ones")
+            log.warning("the run goes on: the model does not hold its merged parameters. `export` has them")
         is_interrupted = has_stop and not isinstance(last, Done)
         if is_interrupted and self._place_area is None:  # before the first Welcome
             self._place_area = request_area(self._memory, PLACE_AREA, PLACE_BYTES)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 from math import inf, isfinite
 from typing import Final
+from weakref import ref
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.types import FragmentPosition
@@ -28,6 +30,9 @@ SAME: Final = 2.0**-8
 """Distance, in lengths of the values, that may be between the same parameters in types of different precision."""
 
 NAMES_SHOWN: Final = 4
+_TRAINED: Final[list[ref[Tensor]]] = []
+"""A tensor of each model that this process has given to a run: what is in it afterwards is no beginning."""
+
 WAY_ON: Final = "Make or load the same in the scripts of all regions, or set run.init"
 
 
@@ -80,6 +85,10 @@ class FirstParameters:
 
         All ranks call it, with equal positions.
         """
+        first, *_ = self._tensors.followed.values()
+        if any(trained() is first for trained in _TRAINED):
+            return ""
+        _TRAINED.append(ref(first))
         if any(position.base_version for position in positions):
             if not self._other_names:
                 return ""

@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import compress
 from typing import Any, Final, TypeVar, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -35,8 +34,10 @@ from diloco_node.learner.layouts.device import Room
 from diloco_node.learner.layouts.names import plain_name
 from diloco_node.learner.layouts.shard_map import Box
 from diloco_node.learner.layouts.tensors import ModelTensors, boxes_of, is_sharded, local_part
+from diloco_node.learner.living_objects import living_objects
 from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.model_watch import COPY_LIKENESS
+from diloco_node.learner.optimizer_record import NOISE
 from diloco_node.learner.several_optimizers import inner_of
 from diloco_node.learner.state_watch import schedules_of
 from diloco_node.learner.tensor_forms import sample_of, stack
@@ -57,6 +58,8 @@ ITEMS_MAX: Final = 100
 
 COPIES: Final = "copies of the parameters, such as averages"
 """Name of tensors that are in no module."""
+
+FROZEN: Final = "frozen parameter"
 
 RUN_MODULE: Final = "diloco_node.learner.attach"
 """Where the class is by which a schedule asks for the run's step: such a schedule has no position of its own."""
@@ -117,8 +120,9 @@ class LoopState:
         # Samples of the state that the loop took a copy of last: a module that holds it is there to evaluate. Of whole
         # tensors, and of the parts that modules outside of the model hold.
         self._copy: dict[tuple[str, Box | None], Tensor] = {}
-        # Tensors that the loop was given; and of those that it has copied itself the sum of samples, at the last look.
-        self._gifts: list[ref[Tensor]] = []
+        # Tensors that the loop was given, with the writes to each by then: one that it writes to is an average. And of
+        # those that it has copied itself the sum of samples, at the last look.
+        self._gifts: list[tuple[ref[Tensor], int]] = []
         self._copies: Tensor | float = 0.0
         self._has_copy = torch.zeros((), dtype=torch.bool)
         self._checkpoint_ids: set[int] = set()
@@ -163,7 +167,8 @@ class LoopState:
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Note merged parameters that the loop has for a while, to save them."""
-        self._gifts = [*(gift for gift in self._gifts if gift() is not None), *map(ref, tensors)]
+        self._gifts = [entry for entry in self._gifts if entry[0]() is not None]
+        self._gifts += [(ref(tensor), _writes_to(tensor)) for tensor in tensors]
 
     def _new(self, names: Iterable[str]) -> list[str]:
         return [name for name in dict.fromkeys(names) if name not in self._told]
@@ -183,6 +188,8 @@ class LoopState:
             if new.shape != old.shape or new.device != old.device:
                 continue
             count = ((new != old) & ~(new.isnan() & old.isnan())).sum()
+            if label.startswith(FROZEN):  # adapters are merged into it for an evaluation, and out again
+                count = count * ~(torch.dist(new, old) <= NOISE * old.norm())
             if isinstance(distance, Tensor):  # a module may lie on several devices
                 count = count.to(distance.device)
             count = count * distance
@@ -209,7 +216,9 @@ class LoopState:
         if not matrices:
             return None
         largest = max(matrices, key=Tensor.numel)
-        ids = {id(item) for item in (*self._tensors.names, *(gift() for gift in self._gifts))}
+        gifts = [(gift(), writes) for gift, writes in self._gifts]
+        ids = {id(item) for item in self._tensors.names}
+        ids |= {id(item) for item, writes in gifts if item is not None and _writes_to(item) == writes}
         ids |= self._member_ids | self._checkpoint_ids | self._moment_ids()
         # Versions on their way look like the model, and another stream writes them.
         ids |= {id(tensor) for item in living if type(item) is Room for tensor in item.tensors()}
@@ -320,6 +329,7 @@ class LoopState:
         """Name scalers, schedules and positions of data that are alive and not kept."""
         others = [item for item in living if not issubclass(type(item), nn.Module | Tensor)]
         members = {member_id for item in others for member_id in _ask(_member_ids, item, set[int]())}
+        members |= _name_generators()
         for item in (*others, *_torch_generators(living)):
             if id(item) not in self._member_ids and id(item) not in members and (label := _ask(self._label, item, "")):
                 yield label
@@ -343,21 +353,6 @@ class LoopState:
         if isinstance(item, _BaseDataLoaderIter) and not self._has_position and _is_under_way(item):
             return "the position of a DataLoader (diloco_node.integrations has loaders that keep theirs)"
         return ""
-
-
-def living_objects(*kinds: type) -> list[Any]:
-    """Return the objects of these classes and of those derived from them, from among some 300,000 of the process.
-
-    By their type alone: `isinstance` would wake what only looks like one. No line of Python runs for each.
-    """
-    edge, type_ids = list(kinds), set[int]()
-    while edge:
-        kind = edge.pop()
-        if id(kind) not in type_ids:
-            type_ids.add(id(kind))
-            edge += type.__subclasses__(kind)
-    everything = gc.get_objects()
-    return [*compress(everything, map(type_ids.__contains__, map(id, map(type, everything))))]
 
 
 def _ask(look: Callable[[Any], T], stranger: object, default: T) -> T:
@@ -389,9 +384,16 @@ def _torch_generators(living: Iterable[object]) -> list[torch.Generator]:
 
 
 def _of_process() -> list[object]:
-    """Generators of the process that a checkpoint keeps, and Python's own for names of files."""
+    """Generators of the process that a checkpoint keeps."""
     owners: list[Any] = [random.random, np.random.rand]
-    return [*(owner.__self__ for owner in owners), tempfile._get_candidate_names().rng]  # type: ignore[attr-defined]
+    return [owner.__self__ for owner in owners]
+
+
+def _name_generators() -> set[int]:
+    """Return ids of Python's own generators for names of files and of semaphores."""
+    semaphores = getattr(sys.modules.get("multiprocessing.synchronize"), "SemLock", None)
+    sequences = tempfile._get_candidate_names(), getattr(semaphores, "_rand", None)  # type: ignore[attr-defined]
+    return {id(getattr(sequence, "_rng", None)) for sequence in sequences}
 
 
 def _reach(components: Iterable[object]) -> list[Any]:
@@ -452,8 +454,13 @@ def _is_plain(tensor: Tensor) -> bool:
     return bool(values.layout == torch.strided and not values.is_meta and values.numel() and not values.is_complex())
 
 
+def _writes_to(tensor: Tensor) -> int:
+    """How often a tensor was written to; those of `inference_mode` don't count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _kind(tensor: Tensor) -> str:
-    return "frozen parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+    return FROZEN if isinstance(tensor, nn.Parameter) else "buffer"
 
 
 def _is_under_way(iterator: Any) -> bool:

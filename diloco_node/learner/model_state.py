@@ -111,6 +111,8 @@ class SavedStates:
         self._is_merging = False
         # Whether a script has a state with merged parameters, which it may load again.
         self._has_merged_state = False
+        # Whether a state was loaded into the model since the last step.
+        self._was_loaded = False
         self._texts: set[str] = set()
         self._handles: list[RemovableHandle] = []
         # By thread the state that is being made, and the merged parameters in it, by key: of modules in modules.
@@ -227,8 +229,12 @@ class SavedStates:
         return merged_names
 
     def _note_load(self, *_: object) -> None:
-        """A state was loaded into the model in mid-run."""
-        if self._has_merged_state and not self.is_over and self._fragments is not None:
+        self._was_loaded = self._has_merged_state and not self.is_over
+
+    def step(self) -> None:
+        """A step comes: tell if a state was loaded into the model before it. After the last step that is no news."""
+        if self._was_loaded:
+            self._was_loaded = False
             self.tell(_LOADED)
 
     def tell_copy(self, *_: object) -> None:

@@ -14,7 +14,8 @@ stands, so versions are half undone. A copy is a state that looks like its param
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import compress
 from operator import attrgetter, is_
@@ -34,6 +35,8 @@ from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.optimizer_record import NOISE, TOLD, OptimizerRecord
 from diloco_node.learner.several_optimizers import check_kind, inner_of, kind_of, parameters_of
 from diloco_node.learner.state_watch import StateWatch, schedules_of
+from diloco_node.learner.step_counts import StepCounts
+from diloco_node.learner.still_watch import StillWatch
 from diloco_node.learner.tensor_forms import (
     REMEDY,
     TensorForms,
@@ -44,9 +47,6 @@ from diloco_node.learner.tensor_forms import (
     sample_of,
     stack,
 )
-
-STILL_STEPS: Final = 64
-"""Steps without a write to any tensor that are no skipped ones: a gradient scaler skips some twenty at first."""
 
 COPY_LIKENESS: Final = 0.5
 """1 - |state - parameter| / |parameter| of a copy, which is a few steps away; for moments it is about zero or below."""
@@ -64,7 +64,6 @@ LOOKS_WAITED: Final = 8
 """Looks at what others write for which a device is waited. A loop that writes at each step, such as one that clamps
 weights, hears a step or two later of a load."""
 
-_WRITES: Final = attrgetter("_version")
 _TRAINS: Final = attrgetter("requires_grad")
 
 
@@ -76,6 +75,7 @@ class ModelWatch:
     Args:
         tensors: the model's. warn: tells people what is odd, but no error.
         optimizer, stateful: that attach() was given. is_auto: its steps are told, and not by the loop.
+        refuse: hears of what is refused, for a loop may catch it.
     """
 
     def __init__(
@@ -86,9 +86,13 @@ class ModelWatch:
         stateful: Iterable[object] = (),
         *,
         is_auto: bool = False,
+        refuse: Callable[[LearnerError], None] = lambda _: None,
     ) -> None:
         self._tensors = tensors
         self._warn = warn
+        self._refuse = refuse
+        # Why nothing of the model may be merged any more; empty: it may.
+        self._refusal = ""
         members = [] if optimizer is None else inner_of(optimizer)
         # The optimizer whose steps are told, if not the loop itself tells them.
         self._step_optimizer = members[0] if is_auto else None
@@ -112,14 +116,8 @@ class ModelWatch:
         }
         # Their values as `attach` wrote them; empty once they were compared.
         self._written = [sample_of(tensor) for tensor in self._weights]
-        # Steps without a write by the loop, None once there was one; until then how often each tensor was written to
-        # by this learner, and its values then. Begun again where optimizers write nothing, as long as that is news.
-        self._still_steps: int | None = 0
-        self._counts, self._standing = self._counts_now(), self._written
-        self._may_be_still, self._has_told_counts = True, False
-        # Steps that the loop told; those that optimizers had made by the last multiple of STILL_STEPS of them, and of
-        # these the ones that wrote.
-        self._told_steps = self._made_steps = self._moves = self._moves_before = 0
+        self._steps = StepCounts(warn)
+        self._still = StillWatch(self._names, self._weights, warn)
         # Those that this learner had written when it was asked last; -1: it was not.
         self._versions = -1
         # Once True nothing more is said of writes.
@@ -147,6 +145,18 @@ class ModelWatch:
         self._optimizers.clear()
         self._looks, self._change = LateLooks(), None
 
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Look, and raise what it refuses again at each later look: a loop may catch it, and go on."""
+        if self._refusal:
+            raise LearnerError(self._refusal)
+        try:
+            yield
+        except LearnerError as error:
+            self._refusal = str(error)
+            self._refuse(error)
+            raise
+
     def check(self, has_orders: bool) -> None:
         """Look at the model at a step boundary, before anything of it is sent, or changed by a version.
 
@@ -156,17 +166,22 @@ class ModelWatch:
 
         Raises LearnerError: one was loaded, replaced or resized since `attach`, or an optimizer trains a copy of it.
         """
+        with self._refusing():
+            self._check(has_orders)
+
+    def _check(self, has_orders: bool) -> None:
         self._check_model()
-        self._check_still()
+        self._still.check(self._steps.told)
         self._states.check()
-        self._count_told()
+        if self._steps.tell(filter(None, self._optimizers.values())):
+            self._still.begin_again()
         self.check_writes(is_sampled=has_orders or next(iter(self._weights)).is_cpu)
         if self._written:
             # The first step was made by no optimizer that calls hooks: a loop's own arithmetic, or a compiled step.
             self._compare(is_trained=True)
         self._hear()
         for record in filter(None, self._optimizers.values()):
-            if record.sample is not None and not record.is_stepping and not record.is_followed(self._told_steps):
+            if record.sample is not None and not record.is_stepping and not record.is_followed(self._steps.told):
                 record.note(is_step=True)  # a replay of a captured step counts no writes
 
     def note_writes(self, versions: int) -> None:
@@ -174,8 +189,7 @@ class ModelWatch:
         if versions == self._versions:
             return
         self._versions = versions
-        if self._still_steps is not None:
-            self._counts, self._standing = self._counts_now(), [sample_of(tensor) for tensor in self._weights]
+        self._still.note_writes()
         if self._written:
             self._written = [sample_of(tensor) for tensor in self._weights]
         for record in filter(None, self._optimizers.values()):
@@ -218,51 +232,12 @@ class ModelWatch:
             )
         self._places = self._places_now()
 
-    def _counts_now(self) -> list[int]:
-        return [*map(_WRITES, self._names)]
-
-    def _check_still(self) -> None:
-        """Notice a loop that trains another model, such as a copy: nobody writes to this one.
-
-        From the first step on that is an error; later a loop may train something else for a while, and is told.
-        """
-        if self._still_steps is None:
-            return
-        self._still_steps = None if self._counts_now() != self._counts else self._still_steps + 1
-        if self._still_steps == STILL_STEPS:
-            self._still_steps, self._may_be_still = None, False  # never again: here no count tells of writes
-            samples = zip(self._weights, self._standing, strict=True)
-            if all(torch.equal(sample_of(tensor), sample) for tensor, sample in samples):
-                text = (
-                    f"{STILL_STEPS} steps were told, and none of the {len(self._names)} tensors that attach() follows "
-                    "was written to: the loop trains another model, such as a copy. Give attach() that one"
-                )
-                if self._told_steps < STILL_STEPS:
-                    raise LearnerError(text)
-                self._warn(text)
-
-    def _count_told(self) -> None:
-        """Notice a step told for each micro-batch, after the first: a captured loop makes few, a scaler skips some."""
-        self._told_steps += 1
-        if self._told_steps % STILL_STEPS:
-            return
-        records = [*filter(None, self._optimizers.values())]
-        before, self._made_steps = self._made_steps, sum(record.steps for record in records)
-        has_moved, self._moves_before = self._moves > self._moves_before, self._moves
-        if not has_moved and self._may_be_still and self._still_steps is None:
-            self._still_steps = 0
-            self._counts, self._standing = self._counts_now(), [sample_of(tensor) for tensor in self._weights]
-        made = 0 if self._has_told_counts else self._made_steps - before
-        if self._told_steps > STILL_STEPS and 0 < 2 * made <= STILL_STEPS:
-            self._has_told_counts = True
-            self._warn(
-                f"{STILL_STEPS} steps were told in which the optimizer made {made}: the run counts too many. Call "
-                "step() once for each optimizer.step(), with the tokens of all its micro-batches"
-            )
-
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling() or is_capturing():
-            return
+        if not (torch.compiler.is_compiling() or is_capturing()):
+            with self._refusing():
+                self._look_before_step(optimizer)
+
+    def _look_before_step(self, optimizer: torch.optim.Optimizer) -> None:
         record = self._record_of(optimizer)
         if record is None or record.is_stepping:  # a step may call that of its base class, of which hooks tell, too
             return
@@ -284,15 +259,19 @@ class ModelWatch:
         if is_capturing():
             record.is_captured = True
             return
+        with self._refusing():
+            self._look_after_step(optimizer, record)
+
+    def _look_after_step(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
         writes = record.writes
         record.note(is_step=True)
-        self._moves += record.writes != writes
-        record.told_steps = self._told_steps
+        self._steps.moves += record.writes != writes
+        record.told_steps = self._steps.told
         for sibling in record.siblings:
             if sibling.sample is not None:
                 sibling.note(is_step=True)
+        record.steps += record.is_stepping  # a step may call that of its base class, see above
         record.is_stepping = False
-        record.steps += 1
         self._states.stepped(optimizer)
         if self._step_optimizer not in (None, optimizer, *inner_of(optimizer)):
             self._check_counted(optimizer, record)
@@ -399,7 +378,7 @@ class ModelWatch:
 
     def _check_record(self, record: OptimizerRecord, *, is_sampled: bool = True) -> None:
         """Look for writes since the last step; with samples also for those that no count tells."""
-        if not self._check_writes(record) and is_sampled and record.is_followed(self._told_steps):
+        if not self._check_writes(record) and is_sampled and record.is_followed(self._steps.told):
             for change, name in record.look():
                 self._note_change(change, name)
         self._hear()
@@ -450,7 +429,7 @@ class ModelWatch:
             )
 
     def check_writes(self, *, is_sampled: bool = True) -> None:
-        """Raise LearnerError: weights were loaded since the last step of an optimizer."""
+        """Raise LearnerError: weights were loaded since the last step of an optimizer. A loop may leave with that."""
         for record in self._optimizers.values():
             if record is not None and not record.is_stepping:
                 self._check_record(record, is_sampled=is_sampled)
@@ -460,7 +439,7 @@ class ModelWatch:
         # What a loop writes after each step, such as a constraint, is in what it has sent already.
         limit = FAR if self._has_warned else NOISE
         for record in filter(None, self._optimizers.values()):
-            if record.is_followed(self._told_steps) and float(record.change()) > limit:
+            if record.is_followed(self._steps.told) and float(record.change()) > limit:
                 return (
                     f"{record.name!r} was written to after the last step, such as by a load of the best weights: that "
                     "is not merged, nor are the steps that no merge has taken yet"

@@ -60,12 +60,18 @@ class OptimizerRecord:
     before: dict[str, Tensor] = field(default_factory=dict)
     states: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
     siblings: list[OptimizerRecord] = field(default_factory=list)
+    _taken_steps: int = 0
     largest: int = field(init=False)
     _reader: SliceReader = field(init=False)
 
     def __post_init__(self) -> None:
         self.largest = max(enumerate(self.tensors.values()), key=lambda entry: entry[1].numel())[0]
         self._reader = SliceReader(self.tensors.values())
+
+    def take_steps(self) -> int:
+        """Steps since the last call of this."""
+        count, self._taken_steps = self.steps - self._taken_steps, self.steps
+        return count
 
     def count_writes(self) -> list[int]:
         """How often each was written to, and where the largest lies."""

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from diloco_node.learner.loop_state import living_objects
+from diloco_node.learner.living_objects import living_objects
 
 
 class PrivateHook:

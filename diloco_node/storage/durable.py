@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -60,9 +61,14 @@ def make_folder(folder: Path) -> None:
 def replace_file(path: Path, data: Sequence[bytes | memoryview]) -> None:
     """Replace a file by these parts, one after the other; durable when this returns.
 
+    Without room for all of it nothing is begun: half a state would take the room that the ledger still has.
+
     Raises StorageError: the disk refused; the old file, if any, is untouched.
     """
+    nbytes = sum(memoryview(part).nbytes for part in data)
     with disk_errors("write", path):
+        if shutil.disk_usage(path.parent).free < nbytes:
+            raise OSError(errno.ENOSPC, "")
         atomic_file.replace_file(path, data, is_durable=True)
 
 

@@ -21,7 +21,6 @@ A file that can't be read for another reason (a wrong user, too many open files)
 from __future__ import annotations
 
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -236,13 +235,6 @@ class RegionStore:
         if header.digest != digest:
             raise StorageError(f"{path} is the payload {header.digest.hex()}, not {digest.hex()}")
         return content
-
-    def check_room(self, nbytes: int) -> None:
-        """Look whether a file of so many bytes may be written. Raises StorageError: there is no room for it."""
-        with disk_errors("look at", self.folder):
-            free = shutil.disk_usage(self.folder).free
-        if free < nbytes:
-            raise StorageError(f"{self.folder} has {free:,} bytes free, and {nbytes:,} are to be written: make room")
 
     # ---- states ----
 

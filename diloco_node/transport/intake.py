@@ -64,12 +64,11 @@ class Intake:
         bucket = self._kinds.get(kind)
         if bucket is None:
             bucket = self._kinds[kind] = _bucket(self._per_s, now_ns)
-        waits_ns = 0
-        for limit, amount in ((bucket, 1), (self._all, 1), (self._bytes, size_bytes)):
-            limit.charge(amount, now_ns=now_ns)
-            assert limit.rate_bytes_per_s is not None
-            waits_ns = max(waits_ns, -(-limit.debt_bytes(now_ns=now_ns) * NS_PER_S // limit.rate_bytes_per_s))
-        return waits_ns
+        return max(
+            bucket.charge(1, now_ns=now_ns),
+            self._all.charge(1, now_ns=now_ns),
+            self._bytes.charge(size_bytes, now_ns=now_ns),
+        )
 
 
 def _bucket(per_s: int, now_ns: int) -> TokenBucket:

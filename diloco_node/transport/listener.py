@@ -15,6 +15,7 @@ from typing import Any, Final
 import structlog
 
 from diloco_node.errors import BindError
+from diloco_node.ticks import to_tick_s
 from diloco_node.transport.certificates import Identity
 from diloco_node.transport.kernel.tcp_info import is_listening, listening_sockets
 from diloco_node.transport.streams import Serve, Server, make_server
@@ -85,7 +86,7 @@ class Listener:
         """Look after the port. Ends only by cancellation."""
         is_told = False
         while True:
-            await asyncio.sleep(LISTENER_POLL_S)
+            await asyncio.sleep(to_tick_s(LISTENER_POLL_S))
             for server in [server for server in self.retiring if not server.calls]:
                 self.retiring.remove(server)
                 await server.stop()

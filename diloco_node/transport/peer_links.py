@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, Final
 
 from diloco_node.errors import LinkLost, PeerError
+from diloco_node.ticks import to_tick_s
 from diloco_node.transport.addresses import resolve
 from diloco_node.transport.link import PeerLink
 from diloco_node.transport.peer_session import LinkEnvironment
@@ -103,7 +104,7 @@ class PeerLinks:
 
     async def _watch_certificates(self) -> None:
         while True:
-            await asyncio.sleep(CERTIFICATES_POLL_S)
+            await asyncio.sleep(to_tick_s(CERTIFICATES_POLL_S))
             for link in list(self.links.values()):
                 link.check_certificates()
                 if link.is_outdated:

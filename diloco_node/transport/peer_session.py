@@ -9,6 +9,7 @@ transfer has failed.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Executor
@@ -20,6 +21,7 @@ import structlog
 from diloco_node.backoff import Backoff
 from diloco_node.errors import LinkLost, PeerError, RateExceeded
 from diloco_node.numeric import NS_PER_S
+from diloco_node.ticks import to_tick_s
 from diloco_node.transport.certificates import Certificate
 from diloco_node.transport.credentials import Credentials
 from diloco_node.transport.inbound import BulkInbound, TransportHandler
@@ -167,8 +169,10 @@ class Session:
         self._inbound = BulkInbound(peer, env.handler, env.executor)
         # When the last frame came, of any lane and of bulk; the second is moved on while the peer owes no bulk.
         self._received_s = 0.0
-        # When the last control frame left: pings are for a lane that says nothing else.
+        # When the last control frame left: pings are for a lane that says nothing else. And since when gRPC has not
+        # taken it; infinite while it has. A timer for each frame would cost as much as the frame.
         self._sent_s = 0.0
+        self._writes_since_s = math.inf
         self._bulk_received_s = 0.0
         # Bulk connections that are not read at this moment.
         self._unread = 0
@@ -277,20 +281,20 @@ class Session:
             self._received_s = loop.time()
             pacer.was_read(self._peer, len(frame), is_bulk=False)
             message = None if frame == PING_FRAME else decode_control(frame)
-            await self._pace(Ping if message is None else type(message), len(frame))
+            kind = Ping if message is None else type(message)
+            if wait_ns := self.intake.take(kind, len(frame), now_ns=time.monotonic_ns()):
+                await self._pace(kind, wait_ns)
             if message is not None and not pacer.take_message(self._peer, message):
                 self._env.handler.control_arrived(self._peer, message)
 
     async def _write_control(self, stream: Stream) -> None:
+        loop, pacer = asyncio.get_running_loop(), self._env.pacer
         while True:
             frame = await self.queue.get()
-            self._sent_s = asyncio.get_running_loop().time()
-            self._env.pacer.control_sent(self._peer, len(frame))
-            try:
-                async with asyncio.timeout(self._env.times.silent_s):
-                    await stream.write(frame)
-            except TimeoutError:
-                raise LinkLost(f"{self._peer}: takes nothing any more: its window is closed") from None
+            self._sent_s = self._writes_since_s = loop.time()
+            pacer.control_sent(self._peer, len(frame))
+            await stream.write(frame)
+            self._writes_since_s = math.inf
 
     async def _read_bulk(self, stream: Stream, connection: int) -> None:
         loop, pacer = asyncio.get_running_loop(), self._env.pacer
@@ -302,16 +306,15 @@ class Session:
             frame = await stream.read()
             self._unread += 1
             pacer.was_read(self._peer, len(frame))
-            if frame[:1] == BEGIN_KIND:
-                await self._pace(TransferBegin, 0)
+            is_begin = frame[:1] == BEGIN_KIND
+            if is_begin and (wait_ns := self.intake.take(TransferBegin, 0, now_ns=time.monotonic_ns())):
+                await self._pace(TransferBegin, wait_ns)
             await self._inbound.feed(frame, connection)
 
-    async def _pace(self, kind: type, size_bytes: int) -> None:
-        """Let the peer wait if it sends more than an honest one."""
-        wait_ns = self.intake.take(kind, size_bytes, now_ns=time.monotonic_ns())
-        if wait_ns:
-            self._env.reject(self._peer, RateExceeded(f"{self._peer} sends {kind.__name__} too often: it has to wait"))
-            await asyncio.sleep(wait_ns / NS_PER_S)
+    async def _pace(self, kind: type, wait_ns: int) -> None:
+        """Let the peer wait: it sends more than an honest one."""
+        self._env.reject(self._peer, RateExceeded(f"{self._peer} sends {kind.__name__} too often: it has to wait"))
+        await asyncio.sleep(wait_ns / NS_PER_S)
 
     async def _open_more(self, more: More) -> None:
         """Open bulk connections while the link is worth more than there are."""
@@ -320,7 +323,7 @@ class Session:
         wait_s, last_reason = times.ping_s, ""
         while True:
             await asyncio.sleep(wait_s)  # first of all: the peer may not have this session yet
-            wait_s = times.ping_s
+            wait_s = to_tick_s(times.ping_s)
             if self.connections >= self._env.connections(self._peer):
                 continue
             try:
@@ -341,18 +344,20 @@ class Session:
                 last_reason, wait_s = str(error), backoff.next_s()
 
     async def _watch(self) -> None:
-        """Send pings; notice when the peer does not, or does not go on with what it began."""
+        """Send pings; notice when the peer does not, takes nothing, or does not go on with what it began."""
         loop = asyncio.get_running_loop()
         times = self._env.times
         while True:
             slept_from_s = loop.time()
             if slept_from_s - self._sent_s > times.ping_s / 2:
                 self.queue.put(PING_FRAME)
-            await asyncio.sleep(min(times.ping_s, times.transfer_silent_s / 4))
+            await asyncio.sleep(to_tick_s(min(times.ping_s, times.transfer_silent_s / 4)))
             now_s = loop.time()
             if now_s - slept_from_s > times.ping_s + times.silent_s / 4:
                 # Our own loop stood still: what came meanwhile has not been read yet.
                 self._received_s = self._bulk_received_s = now_s
+            if now_s - self._writes_since_s > times.silent_s:
+                raise LinkLost(f"{self._peer}: takes nothing any more: its window is closed")
             if now_s - self._received_s > times.silent_s:
                 raise LinkLost(f"{self._peer}: silent for {now_s - self._received_s:.0f} s")
             if not self._inbound.is_open or self._unread > self._inbound.waiting:

@@ -16,6 +16,7 @@ from diloco_node.daemon.daemon import Daemon
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.errors import ConfigError
+from diloco_node.health.alert_kinds import LEARNER_MISSING
 from diloco_node.state_names import ADMIN_PORT_NAME
 from diloco_node.storage.store import RegionStore
 from diloco_node.supervisor.process_file import PROCESS_FILE, write_process
@@ -113,6 +114,20 @@ async def test_what_the_supervisor_finds_wrong_with_the_learner_is_told_and_show
     assert daemon.not_ready_reason().startswith(reason), "the learner comes first"
     assert daemon.status()["learner_process"]["reason"] == "crashed \\x1b[2J"
     assert await end(daemon, running) == 0
+
+
+async def test_a_reason_that_the_learners_fault_says_is_not_said_again(
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = Daemon(spec)
+    reason = daemon.not_ready_reason()
+    assert reason
+    for fault, told in {
+        f"{reason}: its process runs": f"{reason}: its process runs",
+        "hung": f"hung; {reason}",
+    }.items():
+        monkeypatch.setattr(daemon_module, "learner_fault", lambda _, fault=fault: (LEARNER_MISSING, fault))
+        assert daemon.not_ready_reason() == told
 
 
 async def test_what_the_learner_warns_of_is_an_alarm_and_counted(spec: NodeSpec, nodes: list[node_module.Node]) -> None:

@@ -293,6 +293,30 @@ def test_an_older_record_in_its_place_is_answered_by_nobody_and_named(url: str) 
     asyncio.run(scenario())
 
 
+def test_an_emptied_bucket_is_no_witness_that_is_there(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setattr(witness_link, "LOOK_S", 0.05)
+
+    async def scenario() -> None:
+        site, bucket = Site("a", url), opened(url)
+        await site.ask(BaseSent(1, 1, 1, 1, LOG[0].hash, b""))
+        assert site.link.there == {"w"}
+        bucket.remove(RECORD)
+        await until(lambda: site.link.fault)  # by the look at it
+        await site.ask(BaseSent(1, 2, 1, 1, LOG[0].hash, b""))
+        assert site.link.there == {"w"}, "a leader makes it anew"
+        site.link.close()
+
+        voter = Site("b", url)
+        bucket.remove(RECORD)
+        voter.link.send(RequestVote(2, True, 1, 1, disk_of("b"), True))
+        await until(lambda: voter.link.fault)
+        assert (voter.link.there, voter.answers) == (frozenset(), [])
+        assert "has lost the record of w, which gives no vote" in voter.notes[0].text
+        voter.link.close()
+
+    asyncio.run(scenario())
+
+
 def test_answers_and_uploads_of_a_witness_that_was_removed_come_too_late(
     monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:

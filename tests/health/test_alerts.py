@@ -148,6 +148,7 @@ CASES = [
     (kinds.DISK_REFUSED, changed(disk={"refused": "ledger: No space left"}), "No space left", "df -h /s/us"),
     (kinds.DISK_LOW, changed(disk={"free_bytes": 2e9}), "2.0 GB of 100.0 GB are free", "df -h /s/us"),
     (kinds.DISK_LOW, changed(parameters=4_000_000_000), "50.0 GB of 100.0 GB are free", "df -h /s/us"),
+    (kinds.DISK_LOW, changed(disk={"free_bytes": 73_728, "total_bytes": 8e6}), "73.7 kB of 8.0 MB are free", "df -h"),
     (
         kinds.STARVED,
         changed(machine={"late_seconds": 2.5, "cpu_pressure_percent": 98.7}),

@@ -222,3 +222,12 @@ def test_contributors_count_for_no_majority() -> None:
     voters = ["us", "ap"]
     health = health_of(changed(voters=voters, members=members, peers=peers(ap=DOWN)))
     assert health["line"].startswith("stalled: us: 1 of 2 regions can vote, 2 are needed to merge")
+
+
+def test_a_voter_that_was_away_too_long_counts_for_no_majority() -> None:
+    members: dict[str, Any] = {"rows": [{"region": name, "kind": "voter"} for name in ("us", "ap", "eu", "sa")]}
+    away = changed(voters=["us", "ap", "eu"], members=members, peers=peers(ap={}, eu={}, sa=DOWN))
+    assert "3 of 4 regions are left" in health_of(away)["line"]
+    members["rows"][3]["counts"] = False
+    assert health_of(away)["failure_tolerance"] == 1, "of three that count each may fail"
+    assert not {"A-LAST-MAJORITY", "A-NO-MAJORITY"} & {alert.code for alert in find_alerts(away)}

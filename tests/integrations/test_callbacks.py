@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
-from diloco_node.wire.learner_link import Done, Failed, Leaving
+from diloco_node.wire.learner_link import Done, Failed, Leaving, Warned
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.lightning_kit import quiet_trainer
 
@@ -335,6 +335,34 @@ def test_the_best_checkpoint_is_not_what_a_trainer_ends_with(folder: Path, caplo
     assert "load_best_model_at_end: once the run is over the model holds" in caplog.text
 
 
+def test_a_trainer_that_stops_early_says_that_it_holds_the_best_checkpoint(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from safetensors.torch import load_file
+    from transformers import EarlyStoppingCallback
+
+    options: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_steps": 2,
+        "max_steps": 50,
+    }
+    options |= {"label_names": ["input_ids"], "prediction_loss_only": True}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer, _, _ = hf_trainer(folder, **options, **best)
+    trainer.add_callback(EarlyStoppingCallback(1))
+    with FakeDaemon(folder) as daemon:
+        trainer.train()
+        assert daemon.wait_for(Done).step == 4
+        told = " ".join(message.text for message in daemon.said if isinstance(message, Warned))
+    assert "was written to after the last step, such as by a load of the best weights: that is not merged" in told
+    weight = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")["embedding.weight"]
+    assert torch.equal(trainer.model.embedding.weight, weight)
+    assert "It holds the best checkpoint only where this trainer ends before the run" in caplog.text
+    assert "load_state_dict() in mid-run" not in caplog.text
+
+
 # ---- Lightning -------------------------------------------------------------------------------------------------------
 
 
@@ -435,6 +463,43 @@ def test_a_callback_before_lightnings_saves_the_result_at_the_end(folder: Path) 
         callback.on_train_end = lambda *_: saves.append(module.inner.embedding.weight.detach().clone())
         trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=BATCH))
         assert torch.equal(saves[0], merged_weight(daemon))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_average_in_lightning_does_not_replace_the_runs_result(
+    folder: Path, caplog: pytest.LogCaptureFixture, is_first: bool
+) -> None:
+    trainer, _, module = lightning_trainer(folder, max_steps=ROWS)
+    average = pytest.importorskip("lightning.pytorch.callbacks").EMAWeightAveraging()
+    trainer.callbacks.insert(0 if is_first else len(trainer.callbacks), average)
+    with FakeDaemon(folder, codec=Codec.FP32) as daemon:
+        module.on_train_batch_end = lambda _outputs, _batch, index: end_with_versions(daemon) if index == 2 else None
+        trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=BATCH))
+        assert torch.equal(module.inner.embedding.weight, merged_weight(daemon))
+        daemon.wait_for(Done)
+    assert len(trainer.callbacks) == 2
+    assert "EMAWeightAveraging averages this region's own weights" in caplog.text
+    assert "was written to after the last step, such as by a load of the best weights: the run's final" in caplog.text
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_each_step_of_a_module_that_optimizes_by_hand_is_counted(folder: Path, is_wrapped: bool) -> None:
+    trainer, callback, module = lightning_trainer(folder, max_steps=-1, max_epochs=1)
+    module.automatic_optimization = False
+
+    def train(batch: dict[str, Tensor], batch_idx: int) -> None:
+        optimizer = module.optimizers(use_pl_optimizer=is_wrapped)
+        for _ in range(3):
+            optimizer.zero_grad()
+            module.manual_backward(module.inner(**batch)["loss"])
+            optimizer.step()
+
+    module.training_step = train
+    with FakeDaemon(folder) as daemon:
+        trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=BATCH))
+        done = daemon.wait_for(Done)
+    assert (done.step, done.tokens) == (3 * ROWS // BATCH, ROWS * LENGTH)
+    assert callback.diloco.steps == done.step
 
 
 def test_an_exception_in_lightning_is_said(folder: Path) -> None:

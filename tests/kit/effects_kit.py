@@ -14,6 +14,7 @@ from diloco_node.core.events import ContributionStripeArrived, Event, Note, Offe
 from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.core.types import Ballot, Contribution, Entry, LedgerBase, RoundBody, Stripe
 from diloco_node.daemon.effects.disk_effects import DiskEffects
+from diloco_node.daemon.effects.disk_writes import DiskWrites
 from diloco_node.daemon.effects.effects import Effects
 from diloco_node.daemon.effects.fetch import Fetcher
 from diloco_node.daemon.effects.initial import InitialStates
@@ -136,13 +137,16 @@ class Bench:
         flaky: Any = self.store
         shared: dict[str, Any] = {"parameters": parameters, "store": flaky, "pool": pool, "files": pool}
         shared |= {"post": self.posted.append, "note": self.notes.append, "spawn": self.tasks.spawn}
-        fetcher = Fetcher(**{**shared, "store": store}, transport=self.transport, initial=initial)
+        writes = DiskWrites(self.notes.append)
+        files = {**shared, "store": store}
+        fetcher = Fetcher(**files, transport=self.transport, initial=initial, writes=writes)
         disk = DiskEffects(
             **shared,
             init=None,
             write_final_file=partial(write_final, folder),
             save_counter_file=partial(save_trained, folder),
             fetcher=fetcher,
+            writes=writes,
             initial=initial,
             disk=pool,
         )

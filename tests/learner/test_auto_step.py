@@ -215,3 +215,24 @@ def test_a_wrapped_optimizer_counts_below(monkeypatch: pytest.MonkeyPatch) -> No
     train(model, optimizer)
     assert (diloco.steps, diloco.tokens) == (1, 15)
     diloco.close()
+
+
+@pytest.mark.no_device("compiled for the CPU")
+@pytest.mark.filterwarnings("default")  # of dynamo
+def test_steps_that_are_compiled_are_counted_and_nothing_of_a_boundary_is_compiled(folder: Path) -> None:
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    step = torch.compile(optimizer.step, backend=note)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer, step="auto") as diloco:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            step()
+        assert diloco.steps == 4
+    assert len(graphs) <= 2

@@ -171,3 +171,16 @@ def test_a_region_that_joins_later_is_told_which_tensors_began_elsewhere(
 
 def test_a_run_that_is_further_is_no_news(folder: Path) -> None:
     assert warnings_of(folder, net(7), first_of(folder, net()), version=3) == []
+
+
+@pytest.mark.parametrize("version", [0, 3])
+def test_a_model_that_is_attached_again_begins_with_what_it_has_trained(folder: Path, version: int) -> None:
+    model = net()
+    theta = first_of(folder, model)
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    digests = tuple(fragment_digest(part, np.zeros_like(part)) for part in theta)
+    with FakeDaemon(folder, theta=theta, versions=[version] * 2, fragment_digests=digests) as daemon:
+        diloco_node.attach(model, checkpoint_every_s=0).close()
+        daemon.wait_detached()
+        assert not [message for message in daemon.said if isinstance(message, Warned)]

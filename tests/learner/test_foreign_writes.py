@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from torch import nn
 
 import diloco_node
 from diloco_node.errors import LearnerError
-from diloco_node.wire.learner_link import Warned
+from diloco_node.wire.learner_link import Failed, Warned
 from tests.kit.fake_daemon import FakeDaemon
-from tests.kit.watched_model import load_by_hand, make, net, train
+from tests.kit.watched_model import arrive, load, load_by_hand, make, net, train
 
 
 def _triple_without_a_count(model: nn.Module) -> None:
@@ -178,3 +179,30 @@ def test_a_climb_that_the_loop_takes_back_by_arithmetic_is_no_load(folder: Path)
             train(model, optimizer, diloco)
         assert diloco.steps == 4
         assert not [message for message in daemon.said if isinstance(message, Warned)]
+
+
+@pytest.mark.parametrize("step", ["call", "auto"])
+def test_a_loop_that_catches_all_exceptions_merges_nothing_that_was_refused(folder: Path, step: Any) -> None:
+    model = net()
+    optimizer = make(model)
+    caught: list[str] = []
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(model, optimizer, step=step) as diloco:
+            for number in range(20):
+                try:
+                    if number == 5:
+                        load(model)
+                    optimizer.zero_grad()
+                    model(torch.randn(4, 6)).square().mean().backward()
+                    optimizer.step()
+                    arrive(model)
+                    if step == "call":
+                        diloco.step(tokens=4)
+                except Exception as error:  # noqa: BLE001 - as loops have it
+                    caught.append(str(error))
+                    assert diloco.should_stop
+                    assert "this learner has failed" in diloco.stop_reason
+        assert "were changed between two steps" in daemon.wait_for(Failed).reason
+    assert len(caught) >= 14, "it is refused again at each step"
+    assert all("were changed between two steps" in text for text in caught)
+    assert diloco.steps <= 6

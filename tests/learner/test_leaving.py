@@ -185,6 +185,18 @@ def test_what_is_loaded_at_the_end_is_replaced_by_the_result_and_that_is_told(fo
         assert "was written to after the last step, such as by a load of the best weights: the run's final" in told
 
 
+def test_weights_that_are_loaded_before_a_loop_leaves_early_are_told(folder: Path) -> None:
+    toy = Toy()
+    best = {name: value.clone() for name, value in toy.model.state_dict().items()}
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            toy.step(diloco)
+            toy.model.load_state_dict(best)
+        daemon.wait_for(Done)
+        told = " ".join(message.text for message in daemon.said if isinstance(message, Warned))
+        assert "was written to after the last step, such as by a load of the best weights: that is not merged" in told
+
+
 @pytest.mark.parametrize("error", [None, KeyError("rows")])
 def test_a_learner_that_leaves_early_says_whose_weights_are_left(
     folder: Path, caplog: pytest.LogCaptureFixture, error: Exception | None
@@ -194,7 +206,7 @@ def test_a_learner_that_leaves_early_says_whose_weights_are_left(
         toy.step(diloco)
         if error is not None:
             raise error
-    assert "the run goes on: the model holds this region's own parameters. `export` has the merged ones" in caplog.text
+    assert "the run goes on: the model does not hold its merged parameters. `export` has them" in caplog.text
 
 
 def test_what_other_threads_save_in_mid_run_is_one_state_of_the_run(folder: Path) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 import diloco_node
 from diloco_node.errors import LearnerError
-from diloco_node.learner.loop_state import living_objects
+from diloco_node.learner.living_objects import living_objects
 from diloco_node.wire.learner_link import Warned
 from tests.kit.loop_kit import Loop, Mean, plain
 

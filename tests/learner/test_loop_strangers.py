@@ -1,6 +1,7 @@
 """What else lives in the process of a loop, in any state: no look at it ends a learner or names what is gone."""
 
 import gc
+import multiprocessing
 import random
 from pathlib import Path
 from typing import Any
@@ -86,3 +87,46 @@ def test_a_module_whose_memory_is_gone_ends_no_learner(folder: Path) -> None:
         beside.weight.data.untyped_storage().resize_(0)  # as a sharded module's between its steps
         loop.step()
         assert not loop.checkpoint()
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_an_average_that_was_begun_with_merged_parameters_is_named(folder: Path, is_saved: bool) -> None:
+    with Loop(folder, plain()) as loop:
+        loop.diloco.save_merged(loop.model)
+        merged = loop.model.state_dict if is_saved else loop.diloco.global_state_dict
+        average = merged()
+        for _ in range(4):
+            loop.step()
+            loop.daemon.commit(0, loop.daemon.theta[0] + 0.01, -1)
+            loop.diloco.settle(0.1)
+            for name, value in merged().items():
+                average[name].lerp_(value, 0.1)
+            warnings = loop.checkpoint()
+        assert len(warnings) == 1
+        assert "copies of the parameters, such as averages" in warnings[0]
+
+
+def test_names_of_semaphores_are_no_draw_of_the_loop(folder: Path) -> None:
+    """A data loader with workers makes some in each epoch."""
+    with Loop(folder, plain()) as loop:
+        for _ in range(4):
+            multiprocessing.get_context("spawn").Lock()
+            loop.step()
+            assert loop.checkpoint() == []
+
+
+def test_a_frozen_weight_that_adapters_were_merged_into_and_out_of_is_not_named(folder: Path) -> None:
+    model = plain()
+    bias = model.get_parameter("0.bias").requires_grad_(False)
+    with Loop(folder, model) as loop:
+        for _ in range(4):
+            loop.step()
+            with torch.no_grad():
+                bias.add_(0.1).sub_(0.1)
+            assert loop.checkpoint() == []
+        with torch.no_grad():
+            bias.mul_(1.01)
+        for _ in range(4):
+            loop.step()
+            warnings = loop.checkpoint()
+        assert "no checkpoint keeps frozen parameter '0.bias'" in warnings[0]

@@ -15,7 +15,7 @@ from torch import nn
 
 import diloco_node
 from diloco_node.errors import LearnerError
-from diloco_node.learner.model_watch import STILL_STEPS
+from diloco_node.learner.step_counts import STILL_STEPS
 from diloco_node.wire.learner_link import Warned
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.watched_model import draw_anew, load, load_by_data, load_by_hand, load_one_layer, make, net, train

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import diloco_node
 from diloco_node.errors import LearnerError
-from diloco_node.learner.model_watch import STILL_STEPS
+from diloco_node.learner.step_counts import STILL_STEPS
 from diloco_node.wire.learner_link import Done, OfferApplied, Warned
 from tests.kit.fake_daemon import FakeDaemon
 
@@ -220,3 +220,40 @@ def test_a_step_that_is_told_for_each_micro_batch_is_named_once(folder: Path, pe
 
 def test_a_step_that_is_told_for_each_update_is_no_news(folder: Path) -> None:
     assert accumulate(folder, 3, 1, 2 * STILL_STEPS + 2) == []
+
+
+def several_a_batch(folder: Path, steps: dict[str, int], kind: type[torch.optim.Optimizer]) -> list[str]:
+    """What a loop hears that makes so many steps with a batch on each part of a model, and tells one."""
+    model = nn.ModuleDict({name: net() for name in steps})
+    optimizers = {name: kind(model[name].parameters(), lr=0.001) for name in steps}  # type: ignore[call-arg]
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(model, list(optimizers.values()), checkpoint_every_s=0) as diloco:
+            for _ in range(2 * STILL_STEPS + 1):
+                for name, count in steps.items():
+                    for _ in range(count):
+                        optimizers[name].zero_grad()
+                        backward(model[name], torch.randn(4, 6))
+                        optimizers[name].step()
+                diloco.step(tokens=4)
+        daemon.wait_for(Done)
+        return warnings_of(daemon)
+
+
+class Derived(torch.optim.SGD):
+    """Whose step is that of its base, of which hooks tell as well."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_steps_of_which_one_a_batch_is_told_are_named_once(folder: Path, count: int) -> None:
+    (text,) = several_a_batch(folder, {"policy": count}, torch.optim.SGD)
+    assert re.match(
+        rf"{STILL_STEPS} steps were told in which the optimizer made {count * STILL_STEPS}: .* too few", text
+    )
+
+
+@pytest.mark.parametrize("steps", [{"model": 1}, {"generator": 1, "critic": 1}, {"generator": 1, "critic": 5}])
+def test_one_step_of_the_slowest_network_a_batch_is_no_news(folder: Path, steps: dict[str, int]) -> None:
+    assert several_a_batch(folder, steps, Derived) == []

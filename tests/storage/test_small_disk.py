@@ -1,12 +1,15 @@
 """A real file system that fills up, and one that turns read-only, under a store that is open: a tmpfs of its own."""
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from diloco_node import atomic_file
 from diloco_node.errors import StorageError
 from diloco_node.storage.store import RegionStore
 from tests.kit.store_kit import FRAGMENTS, chain, digest_of, load
@@ -76,3 +79,20 @@ def test_a_full_or_read_only_disk_takes_no_half_file_and_all_of_it_later(disk: P
     recovered = load(folder)
     assert recovered.entries == entries
     assert recovered.payloads == {(0, version, digest_of(BODY)) for version in (1, 2)}
+
+
+def test_what_has_no_room_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a state would take what is left, and the ledger, which needs little, could not be written."""
+    free = 2 * len(BODY)  # and a header is written, too
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    store = RegionStore(tmp_path)
+    store.load(FRAGMENTS)
+    try:
+        with monkeypatch.context() as context:
+            context.setattr(atomic_file, "replace_file", lambda *_, **__: pytest.fail("it was begun"))
+            with pytest.raises(StorageError, match=r"payloads.*free some space"):
+                store.store_payload(0, 1, digest_of(BODY), [BODY, BODY])
+        free *= 2
+        store.store_payload(0, 1, digest_of(BODY), [BODY, BODY])
+    finally:
+        store.close()

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from diloco_node.cli.doctor import topics
-from diloco_node.cli.tables import human_bytes
 from diloco_node.health.alerts import CERTIFICATE_DAYS
 from diloco_node.health.finding import Finding, Mark
+from diloco_node.health.reading import human_bytes
 
 BUFFER_BYTES_MIN: Final = 16 * 2**20
 """A connection carries at most its buffer in a round trip: 16 MiB are 1.3 Gbit/s over 100 ms."""

@@ -38,7 +38,7 @@ def report(
 ) -> None:
     """Write the dashboard as one HTML file. It needs nothing else, and has all that is known of a run."""
     from diloco_node.cli.page.page_report import PAGE_NAME, write_page
-    from diloco_node.cli.tables import human_bytes
+    from diloco_node.health.reading import human_bytes
 
     folder = run_folder(place, config)
     path = write_page(folder, out or folder / PAGE_NAME)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from diloco_node.cli.plan.plan_command import ASSUMED
-from diloco_node.cli.tables import human_bytes, output_width, table_lines, wrap_text
+from diloco_node.cli.tables import output_width, table_lines, wrap_text
+from diloco_node.health.reading import human_bytes
 from diloco_node.numeric import NS_PER_S
 from diloco_node.planning.advice import budget_min, find_changes, format_rate, mean_bits, sync_every_min, verdict
 from diloco_node.planning.plan import Flow, FlowKind, Plan

@@ -64,7 +64,7 @@ class Account:
         self._closed: dict[str, Closed] = {}
         # fragment -> its version, as far as rounds say it.
         self._versions: dict[int, int] = {}
-        # (learner, fragment) -> (incarnation, step, version) of the last steps that were given up there.
+        # (learner, fragment) -> (incarnation, step, version) of the last steps that its newest life gave up there.
         self._given_up: dict[tuple[str, int], tuple[int, int, int]] = {}
         # Per entry that is not settled: calls that restore what it changed, in the order of the changes.
         self._undo: deque[list[Callable[[], None]]] = deque()
@@ -79,8 +79,10 @@ class Account:
         if isinstance(body, DiscardedBody):
             self._cover(body)
             self._set(self._discarded, body.fragment, self._discarded.get(body.fragment, 0) + body.tokens)
-            mark = (body.incarnation, body.step_to, self._versions.get(body.fragment, 0))
-            self._set(self._given_up, (body.learner, body.fragment), mark)
+            where, life = (body.learner, body.fragment), body.incarnation
+            # An earlier life may be booked late: it goes on with nothing.
+            if life >= self._given_up.get(where, (life,))[0]:
+                self._set(self._given_up, where, (life, body.step_to, self._versions.get(body.fragment, 0)))
         elif isinstance(body, RoundBody):
             self._set(self._versions, body.fragment, body.version)
             for member in body.members:

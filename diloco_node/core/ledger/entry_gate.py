@@ -79,6 +79,7 @@ class EntryGate:
 
     Attributes:
         refused: per peer, how many of its messages held an entry that can't be. faults: the last of them, in words.
+        leaders: by term, as the log names them.
     """
 
     def __init__(self, log: ReplicaLog, meaning: Meaning | None) -> None:
@@ -88,8 +89,7 @@ class EntryGate:
         self._meaning = meaning
         # Until when, by peer.
         self._distrusted_ns: dict[str, int] = {}
-        # By term, as the log names them.
-        self._leaders: dict[int, str] = {}
+        self.leaders: dict[int, str] = {}
         self._learn(log.entries)
 
     @property
@@ -112,7 +112,7 @@ class EntryGate:
         self._learn(new)
 
         def is_doubtful(entry: Entry) -> bool:
-            is_own = not peer or self._leaders.get(entry.term, peer) == peer
+            is_own = not peer or self.leaders.get(entry.term, peer) == peer
             return (bool(peer) and entry.term == request.term) or (is_own and entry.index > request.commit_index)
 
         return self._fault_after(new, committed_index, is_doubtful) if new else ""
@@ -152,7 +152,7 @@ class EntryGate:
         """Remember who led which term. A term's first leader stays: a later claim is not its own."""
         for entry in entries:
             if isinstance(entry.body, LeaderBody):
-                self._leaders.setdefault(entry.term, entry.body.leader)
+                self.leaders.setdefault(entry.term, entry.body.leader)
 
     def _fault_after(self, entries: Sequence[Entry], committed_index: int, is_doubtful: Callable[[Entry], bool]) -> str:
         """Bring the check to where the log is before these entries, and ask."""

@@ -318,9 +318,14 @@ class LedgerState:
                 rounds[fragment] += 1
         return tuple(missing)
 
-    def is_staged(self, body: EntryBody, *, term: int = 0) -> bool:
-        """Whether an entry waits that is not known to be committed; of this term, if it is given."""
-        return any(entry.body == body and term in (0, entry.term) for entry in self._log.staged)
+    def is_staged(self, body: EntryBody, *, leader: str = "") -> bool:
+        """Whether an entry waits that is not known to be committed; of a term that a region leads or led, if given."""
+        return any(
+            entry.body == body and (not leader or self._leader_of(entry.term) == leader) for entry in self._log.staged
+        )
+
+    def _leader_of(self, term: int) -> str:
+        return self.leader if term == self.term else self._entry_gate.leaders.get(term, "")
 
     @property
     def has_committed(self) -> bool:

@@ -27,8 +27,10 @@ class Absence:
 
     def __init__(self, region: str) -> None:
         self._region = region
-        # By region: when it was heard here; when here or, by their word, elsewhere, or when it was first asked about.
+        # By region: when it was heard here; when for the first time after it was away for long; when it was heard here
+        # or, by their word, elsewhere, or was first asked about.
         self._heard_ns: dict[str, int] = {}
+        self._returned_ns: dict[str, int] = {}
         self._present_ns: dict[str, int] = {}
         self._watched_ns = 0
 
@@ -36,10 +38,13 @@ class Absence:
         """Note who is there. A process that stood still begins anew."""
         if now_ns - self._watched_ns >= EVICT_AFTER_NS // 2:
             self._heard_ns.clear()
+            self._returned_ns.clear()
             self._present_ns.clear()
         self._watched_ns = now_ns
         for name in hearing.others:
             if hearing.is_alive(name, now_ns=now_ns):
+                if now_ns - self._heard_ns.get(name, now_ns) >= EVICT_AFTER_NS // 2:
+                    self._returned_ns[name] = now_ns
                 self._heard_ns[name] = self._present_ns[name] = now_ns
             elif any(hearing.hears(peer, name, now_ns=now_ns) for peer in hearing.others if peer != name):
                 self._present_ns[name] = now_ns
@@ -60,5 +65,8 @@ class Absence:
         heard_ns = self._heard_ns.get(body.region)
         # Half, for what the leader heard last may have come later to others.
         if heard_ns is None or now_ns - heard_ns >= EVICT_AFTER_NS // 2:
+            return ""
+        # Who comes back is not heard by all at once. It loses its vote for as long as its folder takes to be named.
+        if now_ns - self._returned_ns.get(body.region, -EVICT_AFTER_NS) < EVICT_AFTER_NS // 4:
             return ""
         return f"{body.region} was heard here {(now_ns - heard_ns) // NS_PER_S} s ago"

@@ -19,14 +19,19 @@ OTHERS_AT_ONCE: Final = 4
 """With up to so many others each heartbeat goes to all. With more all get one heartbeat in several, and only the leader
 each: else their number would grow with the square of the regions. 16 regions, 5 a second: 380 a second, not 1,200."""
 
-STRIDE_MAX: Final = 5
+SPREAD_MAX: Final = 5
+
+STRIDE_MIN: Final = 2
+"""Few regions, too, get one heartbeat in two. The leader gets the others where they tell more than its learner's steps:
+the messages of the ledger, which go between it and each region as often, say who lives.
+"""
 
 UNREAD_MAX: Final = 16
 """A region that has more heartbeats to read is behind, and gets only those that go to all: so the leader of many
 regions on a starved machine catches up. Twelve are usual at most: a region reads and answers one in five."""
 
 SILENT_STRIDES: Final = 3
-"""A region is not gone before two heartbeats to all in a row were lost."""
+"""Heartbeats to all, where there are many regions: none is gone before two of them in a row were lost."""
 
 SENT_KEPT: Final = 256
 """Sequence numbers whose time of sending is remembered, for the round-trip time."""
@@ -50,6 +55,7 @@ class _Peer:
         linked_at: of ours, the last one when its link last changed: those before are none that it leaves unread.
         old_in_a_row: heartbeats since with lower numbers.
         rtt_ns: moving average; 0 while unknown.
+        told: what it was told last; see `Liveness._news`.
     """
 
     cadence: Cadence
@@ -64,16 +70,18 @@ class _Peer:
     applied_index: int = 0
     budget: RateLimits = NO_LIMITS
     is_leaving: bool = False
+    told: tuple[object, ...] = ()
 
 
 class Liveness:
     """Sends heartbeats and reads those of the others.
 
-    A region is alive while its heartbeats arrive. Two regions reach each other when each gets the other's heartbeats.
-    The own learner's status is here too, so that there is one place for all of them.
+    A region is alive while its heartbeats, or its messages of the ledger, arrive. Two regions reach each other when
+    each hears the other. The own learner's status is here too, so that there is one place for all of them.
 
     Attributes:
-        stride: every so many heartbeats go to all regions, the others to the leader.
+        spread: by how many the others are more than OTHERS_AT_ONCE, as a factor. stride: every so many heartbeats go to
+        all regions, the others to the leader.
         is_leaving: this region is about to stop.
         folder: this region's, as the next heartbeat tells it.
         absence: since when each of the others is away.
@@ -93,14 +101,14 @@ class Liveness:
         self.folder: FolderLife | None = None
         self.absence = Absence(region)
         self.patience = 1
-        self.stride = 1
-        # Regular heartbeats since the last one to all, below `stride`.
-        self._turn = 0
+        self.spread, self.stride = 1, STRIDE_MIN
+        # Regular heartbeats since the last one to all, below `stride`; the first one goes to all.
+        self._turn = -1
         # The median of how long the others may be silent, from the last heartbeat on.
         self._usual_limit_ns = 0
         # Between two regular heartbeats, where this process is in time.
         self._heartbeat_ns = heartbeat_ns
-        # The floor of how long a region may be silent; it grows with `stride`.
+        # The floor of how long a region may be silent; it grows with `spread`.
         self.silent_ns = SILENT_HEARTBEATS * heartbeat_ns
         # Per region (incarnation, step, when that step was first seen); none without a learner.
         self._stepped: dict[str, tuple[int, int, int]] = {}
@@ -124,8 +132,9 @@ class Liveness:
     def follow(self, regions: Iterable[str]) -> None:
         """These are the regions from now on: forget who has gone, and wait for who has come."""
         self._regions = tuple(sorted({*regions, self._region}))
-        self.stride = min(STRIDE_MAX, -(-(len(self._regions) - 1) // OTHERS_AT_ONCE) or 1)
-        silent_ns = max(SILENT_HEARTBEATS, SILENT_STRIDES * self.stride) * self._heartbeat_ns
+        self.spread = min(SPREAD_MAX, -(-(len(self._regions) - 1) // OTHERS_AT_ONCE) or 1)
+        self.stride = max(STRIDE_MIN, self.spread)
+        silent_ns = max(SILENT_HEARTBEATS, SILENT_STRIDES * self.spread) * self._heartbeat_ns
         peers = {name: self._peer(name) for name in self._regions if name != self._region}
         for peer in peers.values() if silent_ns != self.silent_ns else ():
             # Heartbeats are rarer or more frequent now: what was learnt of their gaps is of no use.
@@ -163,6 +172,12 @@ class Liveness:
         """How late heartbeats were of late, at worst: this process waited for a processor, or was suspended."""
         return self._lag.longest_ns
 
+    def hear(self, peer: str, *, now_ns: int) -> None:
+        """A message of the ledger came: a region whose heartbeats arrive on this link lives on by it."""
+        state = self._peers.get(peer)
+        if state is not None and state.cadence.heard_at_ns is not None:
+            state.cadence.hear(now_ns)
+
     def heartbeat_arrived(self, peer: str, beat: Heartbeat, *, now_ns: int) -> bool:
         """Read a heartbeat. Returns whether it is news (not an overtaken one)."""
         state = self._peers.get(peer)
@@ -194,30 +209,43 @@ class Liveness:
         """Set the limits of this region's traffic from now on; the next heartbeat reports them."""
         self._own_budget = limits
 
-    def next_receiver(self, leader: str, *, is_last: bool) -> str | None:
-        """Take turns: choose who gets the next regular heartbeat; None is everybody.
+    def next_receiver(self, leader: str, applied_index: int, *, is_last: bool, now_ns: int) -> str | None:
+        """Take turns: choose who gets the next regular heartbeat; None is everybody, "" is nobody.
 
         is_last: this region is about to go, and all should know how far it came.
         """
         self._turn = (self._turn + 1) % self.stride
-        return leader if self._turn and not is_last else None
+        if not self._turn or is_last:
+            return None
+        return leader if self._peer(leader).told != self._news(applied_index, self.alive(now_ns=now_ns)) else ""
+
+    def _news(self, applied_index: int, hears: tuple[str, ...]) -> tuple[object, ...]:
+        """Return what the leader should know with the next heartbeat: all but echoes, digests, steps, folder."""
+        own = self._own_learner
+        learner = None if own is None else (own.incarnation, own.positions, own.finished, own.leaving)
+        return (hears, learner, applied_index, self._own_budget, self.is_leaving)
 
     def beat(
         self, *, applied_index: int, digests: tuple[FragmentDigest, ...], now_ns: int, only_to: str | None = None
     ) -> None:
-        """Send a heartbeat to everybody, or to one region when there is news that can't wait for the next one."""
-        self.sequence += 1
-        if only_to is None:
-            self.absence.watch(self, now_ns=now_ns)
+        """Send a heartbeat to everybody, to one region when there is news that can't wait for the next one, or (only_to
+        is "") to nobody."""
         limits_ns = sorted(peer.cadence.limit_ns for peer in self._peers.values())
         # Where most are late, this machine or theirs is starved: nobody is gone for being as late as they are.
         self._usual_limit_ns = limits_ns[len(limits_ns) // 2] if limits_ns else 0
+        if only_to == "":
+            return
+        self.sequence += 1
+        if only_to is None:
+            self.absence.watch(self, now_ns=now_ns)
         self._sent_at_ns[self.sequence] = now_ns
         self._sent_at_ns.pop(self.sequence - SENT_KEPT, None)
         hears = self.alive(now_ns=now_ns)
+        news = self._news(applied_index, hears)
         for name, peer in self._peers.items():
             is_behind = self.sequence - max(peer.echo, peer.linked_at) > UNREAD_MAX
             if only_to is None or (only_to == name and not is_behind):
+                peer.told = news
                 delay_ns = now_ns - peer.sequence_at_ns if peer.sequence else 0
                 beat = Heartbeat(
                     self.sequence,

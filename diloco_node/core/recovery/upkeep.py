@@ -82,11 +82,16 @@ class Upkeep:
         """Learn which snapshots are committed, also beyond what the own disk can acknowledge."""
         last = min(self._ledger.cluster_commit_index, self._learnt_index + LEARNT_PER_CALL)
         for index in range(self._learnt_index + 1, last + 1):
-            self._versions.learn(self._ledger.entry(index).body)
-            self._learnt_index = index
+            self._learn(self._ledger.entry(index))
+
+    def _learn(self, entry: Entry) -> None:
+        self._versions.learn(entry.body)
+        self._learnt_index = entry.index
 
     def on_commit(self, entry: Entry) -> None:
         """The history and the versions have taken an entry."""
+        if entry.index > self._learnt_index:  # the log may begin after it from now on
+            self._learn(entry)
         self.compaction.on_entry(entry)
         self._must_compare |= isinstance(entry.body, SnapshotBody | GenesisBody)
 

@@ -296,6 +296,14 @@ class Versions:
         return tuple(self._initial[fragment] for fragment in range(len(self.states)))
 
     @property
+    def held(self) -> tuple[int, ...]:
+        """Per fragment the newest version of the run that is here, applied or on disk only; -1: none.
+
+        Theta_0 on disk may be the own learner's, which is not the run's.
+        """
+        return tuple(max(applied, state or -1) for applied, state in zip(self.applied, self.states, strict=True))
+
+    @property
     def has_started(self) -> bool:
         """Every fragment has a version in memory."""
         return min(self.applied) >= 0
@@ -319,7 +327,9 @@ class Versions:
         for fragment in sorted(self._prunable):
             oldest, newest = self._history.snapshots.oldest(fragment), self._history.snapshots.newest(fragment)
             if oldest is not None and newest is not None and fragment not in self._healing:
-                keep_from = min(oldest.version, newest.version - self._payload_versions)
+                # A fetched state may have overtaken the version that is being applied from its file.
+                versions = (oldest.version, newest.version - self._payload_versions, self._busy[fragment])
+                keep_from = min(version for version in versions if version is not None)
                 self._effects.emit(PruneFiles(fragment, keep_from))
         self._prunable.clear()
 
@@ -395,7 +405,10 @@ class Versions:
             return False
         if healing is not None:
             return healing.reached < self._base_versions[fragment]
-        return max(self.states[fragment], self.applied[fragment]) < self._base_versions[fragment]
+        genesis, newest = self._history.genesis, max(self.states[fragment], self.applied[fragment])
+        if newest == 0 and genesis is not None and not self._has_initial(fragment, genesis):
+            return True  # the Theta_0 of the own learner, and another than the run's
+        return newest < self._base_versions[fragment]
 
     def _is_starving(self, fragment: int) -> bool:
         """Whether the next round to apply is committed, and its payload is not here."""

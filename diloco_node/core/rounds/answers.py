@@ -120,7 +120,11 @@ class Answers:
             round_ = self._rounds.get(body.fragment)
             if not 0 <= body.fragment < len(self._fragments) or discard_contradiction(body, status):
                 continue  # of a report on its way, perhaps: it is repeated
-            if (round_ is not None and peer in round_.contributions) or not self._discards.accept(body, now_ns=now_ns):
+            # Steps of an earlier life than the round's are in no contribution to it. They do not wait for it: lives end
+            # faster than rounds sometimes, and the account of one is closed when so many have followed.
+            included = round_.contributions.get(peer) if round_ is not None else None
+            is_held = included is not None and included.incarnation <= body.incarnation
+            if is_held or not self._discards.accept(body, now_ns=now_ns):
                 continue
             self._proposals.append(body)
             self._effects.note(

@@ -59,16 +59,18 @@ def claim_fault(
     return ""
 
 
-def discard_contradiction(body: DiscardedBody, report: LearnerStatus | None) -> str:
+def discard_contradiction(body: DiscardedBody, report: LearnerStatus | None, *, is_silent: bool = False) -> str:
     """Return what a learner's last report, if there is one, says against its steps being lost; empty if nothing.
 
+    is_silent: its region is away. It may have gone on for a while, or begun anew.
     Nobody knows here how far earlier lives came.
     """
     if report is None or body.incarnation < report.incarnation:
         return ""
     if body.incarnation > report.incarnation:
-        return f"its incarnation is {report.incarnation}, not {body.incarnation}"
-    return f"it has made {report.step} steps" if body.step_to > report.step else ""
+        return "" if is_silent else f"its incarnation is {report.incarnation}, not {body.incarnation}"
+    step_max = report.step + STEPS_AHEAD_MAX * is_silent
+    return f"it has made {report.step} steps" if body.step_to > step_max else ""
 
 
 def _usual_tokens(learners: Iterable[LearnerStatus]) -> float | None:

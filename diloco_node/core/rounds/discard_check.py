@@ -129,7 +129,11 @@ class DiscardCheck:
             self._question = (body, now_ns, self._liveness.sequence)
         _, since_ns, sequence = self._question
         name = body.learner
-        is_answered = name == self._region or self._liveness.echo(name) > sequence
+        is_answered = (
+            name == self._region
+            or self._liveness.echo(name) > sequence
+            or not self._liveness.is_alive(name, now_ns=now_ns)  # what is doubted then was never possible
+        )
         is_news = is_answered and bool(self._contradiction(body, now_ns))
         if not is_news and (not is_late or (self._liveness.stepped_at_ns(name) or 0) <= since_ns):
             return ""
@@ -150,7 +154,7 @@ class DiscardCheck:
             steps = self._lives[body.incarnation]
             return f"incarnation {body.incarnation} made {steps} steps" if body.step_to > steps else ""
         is_alive = self._liveness.is_alive(body.learner, now_ns=now_ns)
-        return discard_contradiction(body, self._liveness.learner(body.learner)) if is_alive else ""
+        return discard_contradiction(body, self._liveness.learner(body.learner), is_silent=not is_alive)
 
 
 def _covers(report: DiscardedBody | None, body: DiscardedBody) -> bool:

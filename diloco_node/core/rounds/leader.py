@@ -163,7 +163,7 @@ class RoundLeader:
         """Repeat what may have been lost, and decide again: who is alive may have changed in a heartbeat."""
         self._is_stale = True
         for round_ in self._open_rounds():
-            if round_.asks_again(spacing_max=self._context.liveness.stride**2):
+            if round_.asks_again(spacing_max=self._context.liveness.spread**2):
                 self._repeat(round_)
 
     def on_commit(self, entry: Entry, *, now_ns: int) -> None:

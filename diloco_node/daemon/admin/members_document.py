@@ -85,6 +85,7 @@ def members_document(disks: DiskView, signs: MemberSigns) -> dict[str, Any]:
                 "since": line.since,
                 "since_unix": signs.since_unix.get(name),
                 "address": line.address,
+                "counts": name in roster.voters,
                 "has_folder": bool(disks.disk_of(name)),
                 "is_there": name in signs.there,
                 "state": _state(name, line, signs, has_folder=bool(disks.disk_of(name))) + _waits(name, signs),

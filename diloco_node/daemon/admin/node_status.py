@@ -21,9 +21,9 @@ class NodeStatus:
     def __init__(self, node: Node) -> None:
         self._node = node
 
-    def not_ready_reason(self) -> str:
+    def not_ready_reason(self, view: RegionView | None = None) -> str:
         """Why this region does not train in step with a leader; empty if it does, or has finished."""
-        view = self._node.core.view()
+        view = view or self._node.core.view()
         if view.is_final or (silence := self._node.learner.silence()):
             return "" if view.is_final else silence
         if not view.leader or self._node.reception.waits_for_peers:
@@ -35,14 +35,13 @@ class NodeStatus:
             return "waits for the first parameters (genesis)"
         return "" if view.learner is not None else "no learner is attached"
 
-    def state(self) -> str:
-        """The state in one word, as the status document has it."""
-        view = self._node.core.view()
+    def _state(self, view: RegionView) -> str:
+        """The state in one word."""
         if view.is_final or view.finished:
             return "finished"
         if view.is_ending:
             return "finishing"
-        return "waiting" if self.not_ready_reason() else "training"
+        return "waiting" if self.not_ready_reason(view) else "training"
 
     def document(self) -> dict[str, Any]:
         """The status document."""
@@ -51,7 +50,7 @@ class NodeStatus:
         return region_status(
             view,
             run_id=runtime.spec.run_id,
-            state=self.state(),
+            state=self._state(view),
             learner=node.learner,
             transport=node.transport,
             notes=runtime.notes,
@@ -75,7 +74,7 @@ class NodeStatus:
 
     def _signs(self, view: RegionView) -> MemberSigns:
         node = self._node
-        held = zip(node.parameters.manifest.fragments, view.versions, strict=True)
+        held = zip(node.parameters.manifest.fragments, node.core.versions.held, strict=True)
         return MemberSigns(
             view.region,
             frozenset(peer.region for peer in view.peers if peer.is_alive) | node.witness.there,

@@ -9,10 +9,10 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
 
 from diloco_node.codec.digest import payload_digest
 from diloco_node.core import events as ev
+from diloco_node.daemon.effects.disk_writes import DiskWrites
 from diloco_node.daemon.effects.fetch import Fetcher
 from diloco_node.daemon.effects.initial import InitialStates
 from diloco_node.daemon.effects.initial_files import read_initial
@@ -21,16 +21,7 @@ from diloco_node.daemon.effects.past_init import read_past_init
 from diloco_node.daemon.effects.sending import EffectContext
 from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.work import in_thread
-from diloco_node.errors import LedgerGone, LedgerLost, StorageError
 from diloco_node.numeric import F32
-
-T = TypeVar("T")
-
-STORAGE_RETRY_S: Final = 1.0
-"""A full disk must not stop training: what could not be written is tried again, and an alarm says so."""
-
-STORAGE_RETRIES_SILENT: Final = 30
-"""The alarm is repeated after so many tries."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,18 +30,15 @@ class DiskEffects(EffectContext):
 
     init, write_final_file, save_counter_file: see `build_effects`. disk: one thread, for the ledger; files: for the
     rest.
-
-    Attributes:
-        refusals: what the disk does not take at this moment, and why.
     """
 
     init: str | None
     write_final_file: Callable[[dict[str, F32]], None]
     save_counter_file: Callable[[int, mmap.mmap], object]
     fetcher: Fetcher
+    writes: DiskWrites
     initial: InitialStates
     disk: Executor
-    refusals: dict[str, str] = field(default_factory=dict, init=False)
     _ledger_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _is_ledger_broken: bool = field(default=False, init=False)
     _initial_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
@@ -65,14 +53,14 @@ class DiskEffects(EffectContext):
             write = partial(
                 self.store.persist, order.term, order.voted_for, order.truncate_from, order.entries, order.base
             )
-            await self._until_written("ledger", self.disk, write)
+            await self.writes.until_written("ledger", self.disk, write)
             self._is_ledger_broken = False
             self.post(ev.LedgerPersisted(order.token))
 
     async def save_counters(self, incarnation: int, area: mmap.mmap) -> None:
         """Wait until what an incarnation of the learner has counted, in the shared memory, is durable."""
         save = partial(self.save_counter_file, incarnation, area)
-        await self._until_written(f"the counters of incarnation {incarnation}", self.disk, save)
+        await self.writes.until_written(f"the counters of incarnation {incarnation}", self.disk, save)
 
     async def store_payload(self, order: ev.StorePayload, stripes: list[MergedPart]) -> None:
         """Write a merged payload. stripes: the ballot's merged stripes that are in memory, in block order."""
@@ -86,7 +74,7 @@ class DiskEffects(EffectContext):
             return
         chunks = [stripe.encoded for stripe in stripes]
         write = partial(self.store.store_payload, fragment, version, digest, chunks)
-        await self._until_written(f"payload {fragment}.{version}", self.files, write)
+        await self.writes.until_written(f"payload {fragment}.{version}", self.files, write)
         self.fetcher.drop_fetch(fragment, version)
         self.post(ev.PayloadStored(fragment, version, digest))
 
@@ -110,7 +98,7 @@ class DiskEffects(EffectContext):
             digests = []
             for fragment, theta in enumerate(thetas):
                 write = partial(self.initial.store_own, fragment, theta, momentum[fragment])
-                digests.append(await self._until_written("Theta_0", self.files, write))
+                digests.append(await self.writes.until_written("Theta_0", self.files, write))
             if version_area.generation != generation:
                 return  # it may have been written over while it was read; the next learner lays down its own
             self.post(ev.InitialStateStored(manifest.digest, tuple(digests)))
@@ -118,26 +106,7 @@ class DiskEffects(EffectContext):
 
     async def write_final(self) -> None:
         """Write final.safetensors."""
-        await self._until_written(
+        await self.writes.until_written(
             "final.safetensors", self.files, lambda: self.write_final_file(self.parameters.full_tensors())
         )
         self.post(ev.FinalWritten())
-
-    async def _until_written(self, subject: str, executor: Executor, write: Callable[[], T]) -> T:
-        tries = 0
-        while True:
-            try:
-                result = await in_thread(executor, write)
-            except (LedgerLost, LedgerGone):
-                raise  # the daemon ends with it
-            except StorageError as error:
-                if tries % STORAGE_RETRIES_SILENT == 0:
-                    self.note(ev.Note("disk", f"{subject} not written, trying again: {error}", is_alarm=True))
-                tries += 1
-                self.refusals[subject] = str(error)
-                await asyncio.sleep(STORAGE_RETRY_S)
-                continue
-            if tries:
-                self.refusals.pop(subject, None)
-                self.note(ev.Note("disk", f"{subject} written after {tries + 1} tries"))
-            return result

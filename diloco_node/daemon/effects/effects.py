@@ -24,6 +24,7 @@ from diloco_node.core.messages import (
 from diloco_node.core.projections import Project, ProjectContributions
 from diloco_node.core.types import MergeRule, RunSettings
 from diloco_node.daemon.effects.disk_effects import DiskEffects
+from diloco_node.daemon.effects.disk_writes import DiskWrites
 from diloco_node.daemon.effects.fetch import Fetcher
 from diloco_node.daemon.effects.initial import InitialStates
 from diloco_node.daemon.effects.open_stripes import StripeTable
@@ -170,13 +171,15 @@ def build_effects(
     context |= {"post": post, "note": note, "spawn": spawn}
     table = StripeTable()
     initial = InitialStates(len(parameters.manifest.fragments), store)
-    fetcher = Fetcher(**context, transport=transport, initial=initial)
+    writes = DiskWrites(note)
+    fetcher = Fetcher(**context, transport=transport, initial=initial, writes=writes)
     disk = DiskEffects(
         **context,
         init=init,
         write_final_file=write_final_file,
         save_counter_file=save_counter_file,
         fetcher=fetcher,
+        writes=writes,
         initial=initial,
         disk=threads.disk,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -13,6 +14,7 @@ from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_dig
 from diloco_node.codec.kernels import squared_norms
 from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
 from diloco_node.core.messages import Payload, PayloadRequested, Refused, State, StateRequested
+from diloco_node.daemon.effects.disk_writes import DiskWrites
 from diloco_node.daemon.effects.initial import InitialStates
 from diloco_node.daemon.effects.open_stripes import cut_payload
 from diloco_node.daemon.effects.sending import EffectContext, Transport
@@ -48,10 +50,9 @@ class Fetcher(EffectContext):
 
     transport: Transport
     initial: InitialStates
+    writes: DiskWrites
     serves: int = field(default=0, init=False)
     _serves_of: Counter[str] = field(default_factory=Counter, init=False)
-    # The own disk refused what came last: nothing more is sent for until it has room, or each try would cost the bytes.
-    _is_disk_refusing: bool = field(default=False, init=False)
     pending: dict[tuple[str, int, bool], _Pending] = field(default_factory=dict, init=False)
 
     def ask(self, order: FetchPayload | FetchState) -> None:
@@ -67,31 +68,9 @@ class Fetcher(EffectContext):
             request = PayloadRequested(order.fragment, order.version, order.digest)
         else:
             request = StateRequested(order.fragment, order.version, order.digest)
-        if self._is_disk_refusing:
-            self.spawn(self._send_if_room(key, self.pending[key], request), f"room for fragment {order.fragment}")
-        else:
-            self._send(key, request)
-
-    def _send(self, key: tuple[str, int, bool], request: PayloadRequested | StateRequested) -> None:
         if not self.transport.send(key[0], request):
             # The link went down after the core chose this peer: nothing will come, and nothing else would say so.
             self._fail(key, "no link")
-
-    async def _send_if_room(
-        self, key: tuple[str, int, bool], pending: _Pending, request: PayloadRequested | StateRequested
-    ) -> None:
-        fault = ""
-        try:
-            await in_thread(self.files, self.store.check_room, self._raw_bytes(pending.order))
-        except StorageError as error:
-            fault = f"own disk: {error}"
-        if self.pending.get(key) is not pending:
-            return
-        if fault:
-            self._fail(key, fault)
-        else:
-            self._is_disk_refusing = False
-            self._send(key, request)
 
     def on_refusal(self, peer: str, message: Refused) -> None:
         """The peer can't help."""
@@ -141,17 +120,11 @@ class Fetcher(EffectContext):
         # From here on the answer is this one, whatever becomes of the link: what is being written will be on the disk.
         del self.pending[key]
         pending.watchdog.cancel()
-        event: Event
-        try:
-            if isinstance(header, Payload):
-                assert isinstance(pending.order, FetchPayload)
-                event = await self._store_payload(pending.order, body)
-            else:
-                event = await self._store_state(pending.order, body)
-        except StorageError as error:
-            self._is_disk_refusing = True
-            event = FetchFailed(peer, header.fragment, header.version, f"own disk: {error}")
-        self.post(event)
+        if isinstance(header, Payload):
+            assert isinstance(pending.order, FetchPayload)
+            self.post(await self._store_payload(pending.order, body))
+        else:
+            self.post(await self._store_state(pending.order, body))
 
     async def _store_payload(self, order: FetchPayload, body: U8) -> Event:
         blocks = self.parameters.blocks[order.fragment]
@@ -163,7 +136,9 @@ class Fetcher(EffectContext):
             norms = await in_thread(self.pool, squared_norms, blocks, body)
         except PayloadCorrupt as error:
             return FetchFailed(order.peer, order.fragment, order.version, str(error))
-        await in_thread(self.files, self.store.store_payload, order.fragment, order.version, order.digest, stripes)
+        await self._until_written(
+            order, lambda: self.store.store_payload(order.fragment, order.version, order.digest, stripes)
+        )
         return PayloadStored(order.fragment, order.version, order.digest, tuple(norms.tolist()))
 
     async def _store_state(self, order: FetchPayload | FetchState, body: U8) -> Event:
@@ -173,10 +148,17 @@ class Fetcher(EffectContext):
             return FetchFailed(order.peer, order.fragment, order.version, "the state is not what the ledger names")
         state = (theta, momentum, digest)
         if order.version == 0:
-            await in_thread(self.files, lambda: self.initial.store_fetched(order.fragment, *state))
+            await self._until_written(order, lambda: self.initial.store_fetched(order.fragment, *state))
         else:
-            await in_thread(self.files, lambda: self.store.store_state(order.fragment, order.version, *state))
+            await self._until_written(order, lambda: self.store.store_state(order.fragment, order.version, *state))
         return StateStored(order.fragment, order.version, digest)
+
+    async def _until_written(self, order: FetchPayload | FetchState, write: Callable[[], object]) -> None:
+        """Hold what came until the own disk takes it: each further try of a peer's would cost the link its bytes."""
+        kind = "payload" if isinstance(order, FetchPayload) else "state"
+        await self.writes.until_written(
+            f"the {kind} {order.fragment}.{order.version} of {order.peer}", self.files, write
+        )
 
     def _fail(self, key: tuple[str, int, bool], reason: str) -> None:
         pending = self.pending.pop(key, None)

@@ -18,6 +18,7 @@ from typing import Final
 
 from diloco_node.errors import LinkLost, PeerError
 from diloco_node.lab.chaos.fault_files import fault_file, is_on
+from diloco_node.ticks import to_tick_s
 from diloco_node.transport.link import PeerLink
 from diloco_node.transport.peer_session import Session
 from diloco_node.transport.streams import AcceptedStream
@@ -42,7 +43,7 @@ def install_partition(is_cut: Callable[[], bool]) -> None:
 
     async def watch() -> None:
         while True:
-            await asyncio.sleep(CUT_POLL_S)
+            await asyncio.sleep(to_tick_s(CUT_POLL_S))
             if is_cut():
                 for link in links:
                     link.drop(CUT)

@@ -18,10 +18,11 @@ from diloco_node.cli.page.merged import MergedRegions, dashboard_server
 from diloco_node.cli.page.page_report import PAGE_NAME, write_page
 from diloco_node.cli.places import targets_in
 from diloco_node.cli.start import check_command
-from diloco_node.cli.tables import human_bytes, region_cells, table_lines
+from diloco_node.cli.tables import region_cells, table_lines
 from diloco_node.config.budget_settings import parse_ceiling
 from diloco_node.config.units import parse_duration
 from diloco_node.errors import INTERRUPTED_CODE, ConfigError, DilocoError
+from diloco_node.health.reading import human_bytes
 from diloco_node.lab.chaos import story
 from diloco_node.lab.demo.course import CourseRecorder
 from diloco_node.lab.demo.demo_options import CONTEXT, DemoOptions

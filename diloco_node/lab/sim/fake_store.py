@@ -151,11 +151,6 @@ class FakeStore:
             raise StorageError(f"can't {operation}: Input/output error")
         return ns
 
-    def check_room(self, _: int) -> None:
-        """See RegionStore."""
-        if self._disk.is_full:
-            raise StorageError("no room")
-
     def _write_file(self, operation: str, write: Callable[[], None]) -> None:
         """A whole file, renamed when it is complete: there or not."""
         self.wait_for_disk(operation)

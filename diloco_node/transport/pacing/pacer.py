@@ -17,6 +17,7 @@ import structlog
 
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.numeric import NS_PER_S
+from diloco_node.ticks import to_tick_s
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
 from diloco_node.transport.pacing.egress_budget import OVERHEAD_PPM_FIRST, PPM, EgressBudget, LimitSource
 from diloco_node.transport.pacing.grants import DEMAND_MAX, UNLIMITED, IngressGrants
@@ -356,7 +357,7 @@ class Pacer:
             else:
                 self._woken.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(SAMPLE_IDLE_S):
+                    async with asyncio.timeout(to_tick_s(SAMPLE_IDLE_S)):
                         await self._woken.wait()
                         continue
             self.sample()

@@ -103,11 +103,13 @@ class TokenBucket:
         self.charge(size_bytes, now_ns=now_ns)
         return True
 
-    def charge(self, size_bytes: int, *, now_ns: int) -> None:
-        """Count bytes that nobody asked for: the bucket may go into debt."""
+    def charge(self, size_bytes: int, *, now_ns: int) -> int:
+        """Count bytes that nobody asked for. Returns for how many ns the bucket is in debt by that; 0: it is not."""
         self._accrue(now_ns)
-        if self.rate_bytes_per_s is not None:
-            self._level -= size_bytes * NS_PER_S
+        if self.rate_bytes_per_s is None:
+            return 0
+        self._level -= size_bytes * NS_PER_S
+        return max(0, -(self._level // self.rate_bytes_per_s))
 
     def refund(self, size_bytes: int) -> None:
         """Give back what was spent and not used."""

@@ -39,6 +39,20 @@ def test_discards_count_as_covered_but_not_as_included() -> None:
     assert account.merged_tokens(1) == 10 * TOKENS_PER_STEP
 
 
+@pytest.mark.parametrize("late", [(), (DiscardedBody("a", 1, 0, 10, 13, 1, "died"),)])
+def test_what_a_living_learner_gave_up_stays_known_when_an_earlier_life_is_booked_late(
+    late: tuple[DiscardedBody, ...],
+) -> None:
+    """A merge that is decided, and not in the log yet, goes by it."""
+    account = applied(
+        account_round(1, offer("a", 0, 0, 10)),
+        DiscardedBody("a", 2, 0, 0, 5, 1, "overwritten"),
+        account_round(2, offer("b", 0, 0, 8)),
+        *late,
+    )
+    assert account.carried_since(offer("a", 0, 5, 9, incarnation=2, base=1)) == 1
+
+
 def test_a_new_incarnation_counts_from_zero() -> None:
     account = applied(
         account_round(1, offer("a", 0, 0, 10)), account_round(2, offer("a", 0, 0, 7, incarnation=2, base=1))

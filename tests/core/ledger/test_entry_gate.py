@@ -255,3 +255,19 @@ def test_a_leader_that_sends_nonsense_is_replaced_and_the_others_go_on(voters: i
 @pytest.mark.parametrize("seed", range(8))
 def test_under_random_faults_the_check_stays_in_step_with_the_log(seed: int) -> None:
     shake(Network(3 + 2 * (seed % 2), seed=seed, meaning=lambda name: Counting()), rounds=25)
+
+
+def test_a_leader_answers_for_what_waits_of_each_term_that_it_led() -> None:
+    """It can't have an entry that was doubted taken as another leader's once it is elected again."""
+    leaders = {1: "b", 3: "c", 5: "b"}
+    starts = {1: 1, 3: 3, 5: 5}
+
+    def body(index: int, term: int) -> EntryBody:
+        return LeaderBody(leaders[term]) if index == starts[term] else a_round(index)
+
+    log = chain(1, 1, 3, 3, 5, 5, bodies=body)
+    core = a_core(term=5, meaning=Counting(), has_payload=lambda body: not isinstance(body, RoundBody))
+    arrive(core, "b", append_entries(log, 1, 6, term=5))
+    assert [core.is_staged(a_round(index), leader="b") for index in (2, 4, 6)] == [True, False, True]
+    assert [core.is_staged(a_round(index), leader="c") for index in (2, 4, 6)] == [False, True, False]
+    assert [core.is_staged(a_round(index)) for index in (2, 4, 6, 8)] == [True, True, True, False]

@@ -73,6 +73,17 @@ def test_who_heard_a_region_of_late_does_not_acknowledge_that_it_was_away() -> N
     assert Absence("e").doubt(body, now_ns=0) == "e is here itself"
 
 
+def test_a_leader_that_did_not_hear_of_a_return_yet_is_not_refused() -> None:
+    half, quarter, body = 900, 450, DiskNamedBody("e", EVICTED)
+    record = watched(3, Hearing("bcde"))
+    watched(half, Hearing("bcd"), record, since=3)
+    watched(half + quarter, Hearing("bcde"), record, since=half + 3)
+    back = half + 3
+    assert record.doubt(body, now_ns=(back + quarter) * NS_PER_S - 1) == ""
+    assert record.doubt(body, now_ns=(back + quarter) * NS_PER_S)
+    assert record.doubt(DiskNamedBody("b", EVICTED), now_ns=back * NS_PER_S), "it was never away"
+
+
 def test_an_evicted_voter_counts_for_no_majority_and_three_are_left() -> None:
     roster = after(DiskNamedBody("e", EVICTED))
     assert (roster.voters, roster.kind_of("e"), roster.names) == (NAMES[:4], "voter", NAMES)

@@ -14,7 +14,7 @@ from diloco_node.core.membership.liveness import (
     SENT_KEPT,
     SILENT_HEARTBEATS,
     SILENT_STRIDES,
-    STRIDE_MAX,
+    SPREAD_MAX,
     UNREAD_MAX,
 )
 from diloco_node.core.messages import Heartbeat
@@ -229,14 +229,56 @@ def test_nothing_is_kept_of_the_digests_in_a_heartbeat() -> None:
 
 
 def test_with_many_regions_only_the_leader_hears_each_heartbeat() -> None:
-    for count, stride in ((2, 1), (5, 1), (6, 2), (16, 4), (17, 4), (64, STRIDE_MAX)):
+    for count, spread in ((2, 1), (5, 1), (6, 2), (16, 4), (17, 4), (64, SPREAD_MAX)):
         names = tuple(f"r{number:02d}" for number in range(count))
-        world = Neighbourhood(names[0], names)
-        receivers = [world.liveness.next_receiver("r01", is_last=False) for _ in range(2 * stride)]
-        assert receivers == ["r01"] * (stride - 1) + [None] + ["r01"] * (stride - 1) + [None]
-        assert world.liveness.next_receiver("r01", is_last=True) is None, "who is about to go says so to all"
-        silent = max(SILENT_HEARTBEATS, SILENT_STRIDES * stride)
+        world, stride = Neighbourhood(names[0], names), max(spread, 2)
+        receivers = [
+            world.liveness.next_receiver("r01", number, is_last=False, now_ns=0) for number in range(2 * stride)
+        ]
+        assert receivers == [None, *["r01"] * (stride - 1), None, *["r01"] * (stride - 1)]
+        assert world.liveness.next_receiver("r01", 0, is_last=True, now_ns=0) is None, "who goes says so to all"
+        silent = max(SILENT_HEARTBEATS, SILENT_STRIDES * spread)
         assert world.liveness.silent_ns == silent * SETTINGS.heartbeat_ns
+
+
+def test_between_heartbeats_to_all_the_leader_gets_those_that_tell_something_new() -> None:
+    world = Neighbourhood()
+    liveness = world.liveness
+
+    def turn(applied_index: int = 7, now_ns: int = 0) -> list[str]:
+        world.hear("b", now_ns=now_ns, echo=liveness.sequence)
+        receiver = liveness.next_receiver("b", applied_index, is_last=False, now_ns=now_ns)
+        liveness.beat(applied_index=applied_index, digests=(), now_ns=now_ns, only_to=receiver)
+        return [effect.peer for effect in world.effects.take() if isinstance(effect, Send)]
+
+    own = status()
+    assert [turn() for _ in range(5)] == [["b", "c"], [], ["b", "c"], [], ["b", "c"]]
+    assert [turn(8) for _ in range(4)] == [["b"], ["b", "c"], [], ["b", "c"]], "it has applied an entry"
+    for learner in (own, replace(own, leaving=True), None):
+        liveness.own_learner(learner, now_ns=0)
+        assert [turn(8), turn(8)] == [["b"], ["b", "c"]]
+    liveness.own_learner(own, now_ns=0)
+    assert [turn(8), turn(8)] == [["b"], ["b", "c"]]
+    liveness.own_learner(replace(own, step=own.step + 1), now_ns=0)
+    assert [turn(8), turn(8)] == [[], ["b", "c"]], "steps alone can wait"
+    world.hear("c", now_ns=0)
+    assert [turn(8), turn(8), turn(8), turn(8)] == [["b"], ["b", "c"], [], ["b", "c"]]
+    assert turn(8, now_ns=liveness.silent_ns) == ["b"], "c is not heard any more"
+
+
+def test_messages_of_the_ledger_show_that_a_region_lives_once_its_heartbeats_arrive() -> None:
+    world = Neighbourhood()
+    silent_ns = world.liveness.silent_ns
+    world.liveness.hear("b", now_ns=1)
+    assert not world.liveness.is_alive("b", now_ns=2), "nothing is known of it on this link"
+    world.hear("b", now_ns=2)
+    world.liveness.hear("b", now_ns=silent_ns // 2)
+    assert world.liveness.is_alive("b", now_ns=silent_ns // 2 + silent_ns - 1)
+    assert not world.liveness.is_alive("b", now_ns=silent_ns // 2 + silent_ns)
+    world.liveness.link_changed("b", is_up=False)
+    world.liveness.hear("b", now_ns=2 * silent_ns)
+    assert not world.liveness.is_alive("b", now_ns=2 * silent_ns)
+    world.liveness.hear("stranger", now_ns=2)
 
 
 def test_who_reads_no_heartbeats_gets_only_those_that_go_to_all_until_it_reads_again() -> None:

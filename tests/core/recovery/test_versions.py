@@ -35,7 +35,9 @@ def test_genesis_payload_is_there_only_with_equal_digests() -> None:
 
 def test_later_state_stands_for_genesis() -> None:
     disk = Disk()
+    disk.versions.initial_state_stored(DIGESTS)
     disk.versions.state_stored(0, 3, b"x" * 32)
+    assert disk.versions.held == (3, -1), "also what waits for the rest, but no Theta_0 of its own"
     disk.versions.state_stored(1, 1, b"y" * 32)
     assert disk.versions.has_payload(GENESIS)
 
@@ -304,6 +306,22 @@ def test_payloads_that_snapshots_overtake_are_kept_until_they_are_applied() -> N
     assert applied == bodies
 
 
+def test_the_file_that_is_being_applied_stays_though_a_fetched_state_and_snapshots_overtake_it() -> None:
+    disk = Disk()
+    disk.begin()
+    bodies = [committed_round(0, version, ()) for version in range(1, 6)]
+    disk.store(bodies[0])
+    for body in bodies:
+        disk.commit(body)
+    assert disk.pump() == [ApplyVersion(bodies[0])]
+    for version in (3, 5):
+        disk.commit(SnapshotBody(0, version, DIGESTS[0]))
+    disk.versions.state_stored(0, 5, DIGESTS[0])
+    assert disk.pump() == [PruneFiles(0, 1)]
+    disk.versions.version_applied(0, 1)
+    assert disk.pump() == [AdoptState(0, 5)]
+
+
 def test_nothing_is_fetched_that_is_there() -> None:
     disk = Disk()
     disk.begin()
@@ -331,3 +349,16 @@ def test_another_theta_zero_of_the_own_learner_is_replaced_at_once() -> None:
     disk.requests(GENESIS)
     disk.fetches.pump(leader="b", alive=("b",), now_ns=7)
     assert disk.fetches.in_flight() == ((1, 0, "b"),)
+
+
+def test_another_theta_zero_is_not_what_a_base_stands_for() -> None:
+    """A joiner whose own learner has laid down other parameters gets a base from before the first round."""
+    disk = Disk()
+    disk.versions.initial_state_stored((DIGESTS[0], b"other" * 6))
+    disk.history.apply(disk.ledger.add(GENESIS), now_ns=0)
+    disk.versions.begin_at(1)
+    assert not disk.versions.has_base()
+    assert disk.requests() == [(1, 0, True)]
+    disk.versions.state_stored(1, 0, DIGESTS[1])
+    assert disk.versions.has_base()
+    assert not disk.versions.is_lacking

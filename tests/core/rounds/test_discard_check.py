@@ -10,9 +10,17 @@ from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect, Note, Send
 from diloco_node.core.messages import DiscardReported, Heartbeat
 from diloco_node.core.objections import Objections
+from diloco_node.core.rounds.claim_limits import STEPS_AHEAD_MAX
 from diloco_node.core.rounds.discard_check import DiscardCheck
 from diloco_node.core.rounds.discards import BOOKING_MAX
-from diloco_node.core.types import DiscardedBody, FragmentPosition, LearnerStatus, SnapshotBody
+from diloco_node.core.types import (
+    EVICTED,
+    DiscardedBody,
+    DiskNamedBody,
+    FragmentPosition,
+    LearnerStatus,
+    SnapshotBody,
+)
 from tests.kit.rounds_kit import committed_round, context_of, history_of
 
 STATUS = LearnerStatus(3, 90, 900, 10, (FragmentPosition(4, 40, 40, 400), FragmentPosition(4, 60, 60, 600)))
@@ -72,9 +80,20 @@ def test_what_its_own_report_speaks_against_is_doubted(body: DiscardedBody, word
     desk.tell("c", body)
     assert desk.doubt(body) == words
     desk.liveness.link_changed("c", is_up=False)
-    assert desk.doubt(body) == "", "its report is remembered, and nothing is heard against it"
+    is_impossible = body.step_to == 1 << 40
+    assert desk.doubt(body) == words * is_impossible, "its report is remembered, and nothing is heard against it"
     desk.hear(None)
     assert desk.doubt(body) == "", "there is no learner that speaks against it"
+
+
+def test_a_silent_region_can_not_have_made_any_number_of_steps() -> None:
+    desk = Desk()
+    desk.hear(STATUS)
+    desk.liveness.link_changed("c", is_up=False)
+    most = STATUS.step + STEPS_AHEAD_MAX
+    assert (desk.doubt(lost(3, 0, most)), desk.fault(lost(3, 0, most))) == (NOT_HERE, "")
+    assert desk.fault(lost(3, 0, most + 1)) == f"c has not given up steps (0, {most + 1}]: it has made 90 steps"
+    assert desk.fault(lost(4, 0, most + 1)) == "", "it may have begun anew"
 
 
 @pytest.mark.parametrize(
@@ -191,10 +210,10 @@ class Ledger:
     def missing_payloads(self, *, rounds_max: int) -> tuple[DiscardedBody, ...]:
         return tuple(self.bodies)
 
-    term, is_own = 1, True
+    is_own = True
 
-    def is_staged(self, _: DiscardedBody, *, term: int = 0) -> bool:
-        return not term or self.is_own
+    def is_staged(self, _: DiscardedBody, *, leader: str = "") -> bool:
+        return not leader or self.is_own
 
     def refuse(self, _body: DiscardedBody, _fault: str, *, now_ns: int) -> list[Effect]:
         self.refused.append(self.leader)
@@ -355,6 +374,35 @@ def test_what_a_former_leader_booked_is_taken_late_from_who_hands_it_on() -> Non
         bench.hear(replace(STATUS, step=STATUS.step + 1), now_ns=5)
         bench.ask(16 * bench.patience_ns)
         assert (bench.ledger.taken, bench.ledger.refused) == (taken, refused)
+
+
+@pytest.mark.parametrize(("is_own", "taken", "refused"), [(True, 0, ["a"]), (False, 1, [])])
+def test_no_region_holds_up_all_others_for_what_an_honest_leader_took_in_good_faith(
+    is_own: bool, taken: int, refused: list[str]
+) -> None:
+    bench = Bench(lost(3, 0, 91))
+    bench.hear(STATUS)
+    bench.ledger.is_own = is_own
+    bench.ask()
+    bench.hear(STATUS, echo=bench.beat())
+    bench.ask()
+    assert (bench.ledger.taken, bench.ledger.refused) == (0, refused)
+    bench.ledger.refused.clear()
+    bench.ask(16 * bench.patience_ns)
+    assert bench.ledger.taken == taken
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_vote_that_a_former_leader_took_from_who_is_there_is_taken(is_own: bool) -> None:
+    bench = Bench()
+    body: Any = DiskNamedBody("c", EVICTED)
+    bench.ledger.bodies, bench.ledger.is_own = [body], is_own
+    bench.hear(STATUS)
+    bench.beat()
+    bench.ask()
+    assert (bench.ledger.taken, bench.ledger.refused) == (0, [])
+    bench.ask(bench.patience_ns)
+    assert (bench.ledger.taken, bench.ledger.refused) == ((0, ["a"]) if is_own else (1, []))
 
 
 def test_what_a_majority_committed_is_doubted_no_more() -> None:

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from diloco_node.core.messages import Contributed
 from diloco_node.core.rounds.claim_limits import INCARNATIONS_AHEAD_MAX, STEPS_MAX
 from diloco_node.core.rounds.discards import BOOKING_MAX, DEATHS_AT_ONCE, REPORTED_MAX, DiscardDesk, DiscardReporter
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import DiscardedBody
+from tests.kit.leader_kit import Office, offered
 from tests.kit.rounds_kit import (
     GENESIS,
     SECOND,
@@ -178,6 +180,17 @@ def test_each_round_allows_an_interval_more_for_what_overwrite_throws_away() -> 
         desk.on_commit(body)
         count, accepted = count + 1, accepted + 1
     assert accepted == DEATHS_AT_ONCE * 2, "what was not used up is not saved beyond the limit"
+
+
+def test_only_the_life_that_an_open_round_has_waits_for_it_and_those_after_it() -> None:
+    """Its account is closed when so many lives have followed, whether or not it is whole."""
+    office = Office()
+    announcement = office.open()
+    office.answer("b", Contributed(announcement.ballot, replace(offered("b"), incarnation=3)))
+    office.report(status(1, incarnation=5), "b")
+    lives = [DiscardedBody("b", incarnation, 0, 0, 5, 320, "died") for incarnation in (1, 2, 3, 4)]
+    office.leader.take_discards(lives, now_ns=office.now_ns)
+    assert list(office.leader.proposals) == lives[:2]
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,13 @@ def test_a_joiner_says_what_it_waits_for(signs: MemberSigns, disk: bytes, state:
     assert members_document(disks, signs)["rows"][3]["state"] == state
 
 
+def test_a_voter_that_was_away_too_long_is_none_that_counts() -> None:
+    roster = Roster.of_voters("abcd", dict.fromkeys("abcd", b"a" * 16), since=2)
+    disks = DiskView("abcd", roster.after(Entry(8, 1, b"", DiskNamedBody("d", EVICTED), b"")))
+    rows = members_document(disks, JOINS)["rows"]
+    assert [(row["kind"], row["counts"]) for row in rows] == [("voter", True)] * 3 + [("voter", False)]
+
+
 def test_a_member_that_shards_of_the_data_wait_for_says_so() -> None:
     roster = Roster.of_voters("abc", dict.fromkeys("abc", b"a" * 16), since=2)
     rows = members_document(DiskView("abc", roster), MemberSigns("a", shards={"c": 170}))["rows"]

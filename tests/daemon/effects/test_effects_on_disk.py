@@ -16,7 +16,7 @@ from diloco_node.core.events import (
     StorePayload,
 )
 from diloco_node.core.projections import ContributionsProjected, Project, ProjectContributions, Projected, Window
-from diloco_node.daemon.effects import disk_effects
+from diloco_node.daemon.effects import disk_writes
 from diloco_node.errors import LedgerLost, StorageError
 from tests.kit.effects_kit import BALLOT, Bench
 
@@ -25,7 +25,7 @@ from tests.kit.effects_kit import BALLOT, Bench
 
 @pytest.fixture
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_effects, "STORAGE_RETRY_S", 0.0)
+    monkeypatch.setattr(disk_writes, "STORAGE_RETRY_S", 0.0)
 
 
 async def test_the_ledger_is_written_in_order_also_while_the_disk_refuses(bench: Bench, no_wait: None) -> None:

@@ -1,5 +1,6 @@
 """Both sides of a fetch: every order is answered once, by the bytes that were asked for."""
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -12,10 +13,12 @@ import pytest
 
 from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.codec.kernels import squared_norms
-from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
+from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, Note, PayloadStored, StateStored
 from diloco_node.core.messages import Payload, PayloadRequested, Refused, State, StateRequested
 from diloco_node.core.types import Stripe
+from diloco_node.daemon.effects import disk_writes
 from diloco_node.daemon.effects import fetch as fetch_module
+from diloco_node.daemon.effects.disk_writes import DiskWrites
 from diloco_node.daemon.effects.fetch import SERVES_MAX, SERVES_OF_A_PEER_MAX, Fetcher
 from diloco_node.daemon.effects.initial import InitialStates
 from diloco_node.daemon.parameters import Parameters
@@ -40,6 +43,7 @@ class Bench:
         self.transport = FakeTransport()
         self.tasks = Tasks()
         self.posted: list[Event] = []
+        self.notes: list[Note] = []
         self.pool: Any = InlineExecutor()
         self.initial = InitialStates(len(MANIFEST.fragments), store)
         self.fetcher = Fetcher(
@@ -49,9 +53,10 @@ class Bench:
             pool=self.pool,
             files=self.pool,
             post=self.posted.append,
-            note=lambda note: None,
+            note=self.notes.append,
             spawn=self.tasks.spawn,
             initial=self.initial,
+            writes=DiskWrites(self.notes.append),
         )
         blocks = parameters.blocks[0]
         half = blocks.block_count // 2
@@ -93,11 +98,6 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         pending.watchdog.cancel()
     assert bench_.tasks.errors == []
     store.close()
-
-
-def raise_full(*_: Any) -> None:
-    """A disk that refuses a write."""
-    raise StorageError("full")
 
 
 # ---- asking ----------------------------------------------------------------------------------------------------------
@@ -256,39 +256,30 @@ async def test_the_learners_own_theta_0_is_not_written_over_a_fetched_one(bench:
     )
 
 
-async def test_an_own_disk_that_refuses_is_a_failure_that_says_so(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_payload", [True, False])
+async def test_what_came_waits_for_room_on_the_own_disk_and_is_not_sent_for_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_payload: bool
 ) -> None:
-    monkeypatch.setattr(bench.store, "store_payload", raise_full)
-    bench.fetcher.ask(bench.payload_order())
-    assert await bench.arrive("b", Payload(0, 1, bench.digest), bench.body)
-    assert bench.posted == [FetchFailed("b", 0, 1, "own disk: full")]
-
-
-async def test_nothing_is_sent_for_while_the_own_disk_that_refused_has_no_room(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else each try brings gigabytes over the link that nobody can store."""
-    header, body = bench.state(3)
-    order = FetchState("b", 0, 3, header.digest)
-    with monkeypatch.context() as context:
-        context.setattr(bench.store, "store_state", raise_full)
-        bench.fetcher.ask(order)
-        assert await bench.arrive("b", header, body)
-    assert len(bench.transport.sent) == 1
-    free = len(body) - 1
+    """Else each try brings gigabytes over the link that nobody can store, and nobody hears why."""
+    monkeypatch.setattr(disk_writes, "STORAGE_RETRY_S", 0.0)
+    free = 0
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    bench.fetcher.ask(order)
+    header, body = (Payload(0, 1, bench.digest), bench.body) if is_payload else bench.state(3)
+    bench.fetcher.ask(bench.payload_order() if is_payload else FetchState("b", 0, 3, header.digest))
+    arrival = asyncio.create_task(bench.arrive("b", header, body))
     await settle()
+    (refusal,) = bench.fetcher.writes.refusals.items()
+    assert "of b" in refusal[0]
+    assert "the disk is full" in refusal[1]
+    assert [note.is_alarm for note in bench.notes] == [True]
+    bench.fetcher.peer_lost("b")  # it has sent all
+    assert bench.posted == []
+    free = 2**30
+    assert await arrival
+    (event,) = bench.posted
+    assert isinstance(event, PayloadStored if is_payload else StateStored)
+    assert bench.fetcher.writes.refusals == {}
     assert len(bench.transport.sent) == 1
-    assert str(bench.posted[-1]).count("make room") == 1
-    free += 1
-    for _ in range(2):  # with room for it, and from then on without looking
-        bench.fetcher.ask(order)
-        await settle()
-        assert await bench.arrive("b", header, body)
-        assert bench.posted[-1] == StateStored(0, 3, header.digest)
-    assert len(bench.transport.sent) == 3
 
 
 # ---- serving ---------------------------------------------------------------------------------------------------------

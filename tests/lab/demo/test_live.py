@@ -4,7 +4,8 @@ import io
 
 import pytest
 
-from diloco_node.cli.tables import COLUMNS, human_bytes, region_cells
+from diloco_node.cli.tables import COLUMNS, region_cells
+from diloco_node.health.reading import human_bytes
 from diloco_node.lab.demo.live import PLAIN_PERIOD_S, LiveView
 
 STATUS = {

@@ -89,10 +89,12 @@ def test_waiting_exactly_as_told_is_enough_and_a_nanosecond_less_is_not() -> Non
 
 def test_a_charge_goes_into_debt_and_is_paid_back_at_the_rate() -> None:
     bucket = TokenBucket(1000, now_ns=0)
-    bucket.charge(2500, now_ns=0)
+    assert bucket.charge(2500, now_ns=0) == 2500 * MS
     assert bucket.debt_bytes(now_ns=0) == 2500
     assert bucket.debt_bytes(now_ns=NS_PER_S) == 1500
     assert bucket.ready_at_ns(10, now_ns=0) == 2510 * MS
+    assert bucket.charge(1, now_ns=2400 * MS) == 101 * MS
+    assert bucket.charge(1, now_ns=3000 * MS) == 0, "it has saved up more than that"
 
 
 @pytest.mark.parametrize("rate", [12_500, 125_003, 1_125_001, 12_500_003, 249_999_991])

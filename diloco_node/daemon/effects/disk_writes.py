@@ -1,0 +1,55 @@
+"""Writes that are tried again while the disk refuses: a full disk must not stop training, and an alarm says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+from diloco_node.core.events import Note
+from diloco_node.daemon.work import in_thread
+from diloco_node.errors import LedgerGone, LedgerLost, StorageError
+
+T = TypeVar("T")
+
+STORAGE_RETRY_S: Final = 1.0
+
+STORAGE_RETRIES_SILENT: Final = 30
+"""The alarm is repeated after so many tries."""
+
+
+@dataclass(slots=True)
+class DiskWrites:
+    """Carries writes out until the disk takes them.
+
+    Attributes:
+        refusals: what the disk does not take at this moment, and why.
+    """
+
+    note: Callable[[Note], None]
+    refusals: dict[str, str] = field(default_factory=dict, init=False)
+
+    async def until_written(self, subject: str, executor: Executor, write: Callable[[], T]) -> T:
+        """Call `write` in a thread again and again; what it returned. subject: names it in alarms and in the status.
+
+        Raises LedgerLost, LedgerGone: the daemon ends with it.
+        """
+        tries = 0
+        while True:
+            try:
+                result = await in_thread(executor, write)
+            except (LedgerLost, LedgerGone):
+                raise
+            except StorageError as error:
+                if tries % STORAGE_RETRIES_SILENT == 0:
+                    self.note(Note("disk", f"{subject} not written, trying again: {error}", is_alarm=True))
+                tries += 1
+                self.refusals[subject] = str(error)
+                await asyncio.sleep(STORAGE_RETRY_S)
+                continue
+            if tries:
+                self.refusals.pop(subject, None)
+                self.note(Note("disk", f"{subject} written after {tries + 1} tries"))
+            return result

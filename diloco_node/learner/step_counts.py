@@ -1,0 +1,55 @@
+"""Compares the steps that a loop tells with those that optimizers make of what is merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from diloco_node.learner.optimizer_record import OptimizerRecord
+
+STILL_STEPS: Final = 64
+"""Steps without a write to any tensor that are no skipped ones: a gradient scaler skips some twenty at first."""
+
+RATIO_MAX: Final = 1.5
+
+
+class StepCounts:
+    """Counts of steps; a loop whose counts are others is told once.
+
+    warn: tells people.
+
+    Attributes:
+        told: steps that the loop told. moves: steps of optimizers that wrote to a tensor.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self.told = self.moves = 0
+        self._warn = warn
+        # By the last multiple of STILL_STEPS that were told.
+        self._moves_before = 0
+        self._has_warned = False
+
+    def tell(self, records: Iterable[OptimizerRecord]) -> bool:
+        """Count a step that the loop tells; whether no optimizer wrote in the last STILL_STEPS of them.
+
+        At first a captured loop makes few, and a scaler skips some. Two networks may train in turns: then the optimizer
+        with the fewest steps makes one for each that is told.
+        """
+        self.told += 1
+        if self.told % STILL_STEPS:
+            return False
+        counts = [count for record in records if (count := record.take_steps())]
+        is_still, self._moves_before = self.moves == self._moves_before, self.moves
+        if counts and not self._has_warned and self.told > STILL_STEPS:
+            if 2 * sum(counts) <= STILL_STEPS:
+                self._tell_count(sum(counts), "many")
+            elif min(counts) >= RATIO_MAX * STILL_STEPS:
+                self._tell_count(min(counts), "few")
+        return is_still
+
+    def _tell_count(self, count: int, amount: str) -> None:
+        self._has_warned = True
+        self._warn(
+            f"{STILL_STEPS} steps were told in which the optimizer made {count}: the run counts too {amount}. Call "
+            "step() once for each optimizer.step(), with the tokens of all its micro-batches"
+        )
