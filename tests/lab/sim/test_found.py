@@ -44,10 +44,10 @@ def test_what_a_core_raises_when_a_fault_is_ended_is_a_finding(monkeypatch: pyte
 
 
 def test_an_account_that_still_waits_after_healing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As if every discard were lost. Seed 11 carries over, and one of its learners dies before its first merge.
+    # As if every discard were lost. Seed 110 carries over, and one of its learners dies before its first merge.
     monkeypatch.setattr(Audit, "_check_discarded", lambda *_: None)
     monkeypatch.setattr(Audit, "is_booked", lambda *_: True)
-    report = simulate(11, regions=3, events=600, commits_min=0, faults_min=0, liar="")
+    report = simulate(110, regions=3, events=600, commits_min=0, faults_min=0, liar="")
     assert "and is gone, but (0, 0) are booked" in report.violations[0]
 
 
