@@ -21,6 +21,7 @@ from diloco_node.lab.sim.checkers import Checkers
 from diloco_node.lab.sim.disk import Disk
 from diloco_node.lab.sim.host import RUN_ID, Host
 from diloco_node.lab.sim.planting import signature_of, signed
+from diloco_node.lab.sim.setup import rate_to_follow
 from diloco_node.lab.sim.world import MS, SECOND, World
 
 LOOK_NS: Final = 250 * MS
@@ -188,6 +189,8 @@ class MemberChanges:
                 self._lost |= {name} if other.disk.entries or other.disk.base.index else set()
                 other.leave(is_power_cut=True)
         self._has_gone_alone = True
+        for link in host.network.links.values():
+            link.rate_bytes_per_s = max(link.rate_bytes_per_s, rate_to_follow(host.setup))
         disk = host.disk
         disk.term, disk.voted_for = recovery.term + TERMS_AHEAD, host.name
         disk.votes[disk.term] = disk.voted_for

@@ -95,6 +95,19 @@ def draw_setup(rng: random.Random, regions: int, joiners: int = 0) -> Setup:
     )
 
 
+MERGED_SHARE_MAX = 0.5
+"""Part of a link that merged versions may fill: the rest is for a region that catches up."""
+
+
+def rate_to_follow(setup: Setup) -> int:
+    """Bytes a second of a link over which a region can follow one that merges alone, as fast as its learner steps.
+
+    That one waits for nobody. Over a link that its merged versions fill, what another region lacks never comes.
+    """
+    merged_bytes = 4 * sum(layout.values for layout in setup.layouts)  # of a `codec_down` that compresses nothing
+    return int(merged_bytes * SECOND / (setup.settings.sync_every * setup.step_ns_min) / MERGED_SHARE_MAX)
+
+
 def hurry(setup: Setup, rng: random.Random) -> Setup:
     """The same run with shorter deadlines, more sums in its ledger, and learners that are later or not."""
     settings = setup.settings
@@ -108,20 +121,9 @@ def hurry(setup: Setup, rng: random.Random) -> Setup:
     return replace(setup, settings=settings, apply_lag_max=rng.choice((0, 4, 3 * settings.sync_every)))
 
 
-MERGED_SHARE_MAX = 0.5
-"""Part of a link that merged versions may fill: the rest is for a region that catches up."""
-
-
 def draw_links(rng: random.Random, setup: Setup) -> dict[tuple[str, str], FakeLink]:
-    """Links between all pairs; the two directions of a pair differ.
-
-    Where regions come and go, one voter may merge alone, as fast as its learner steps, and nobody waits for those that
-    follow. Over a link that such a run fills they could not: what they lack would grow.
-    """
+    """Links between all pairs; the two directions of a pair differ."""
     links = {}
-    merged_bytes = 4 * sum(layout.values for layout in setup.layouts)  # of a `codec_down` that compresses nothing
-    rate_min = int(merged_bytes * SECOND / (setup.settings.sync_every * setup.step_ns_min) / MERGED_SHARE_MAX)
-    rates = tuple(max(rate, rate_min if setup.joiners else 0) for rate in (20_000, 200_000, 2_000_000))
     for source in setup.regions:
         for target in setup.regions:
             if source != target:
@@ -130,7 +132,7 @@ def draw_links(rng: random.Random, setup: Setup) -> dict[tuple[str, str], FakeLi
                     jitter_ns=rng.choice((0, 5, 40)) * MS,
                     loss=rng.choice((0.0, 0.0, 0.01)),
                     duplicate=rng.choice((0.0, 0.02)),
-                    rate_bytes_per_s=rng.choice(rates),
+                    rate_bytes_per_s=rng.choice((20_000, 200_000, 2_000_000)),
                 )
     return links
 

@@ -103,17 +103,17 @@ SEEDS = {
     "base-first": 77,
     "closed-steps": 27,
     "dead-incarnation": 13,
-    "eager-vote": 4,
+    "eager-vote": 15,
     "forgotten-payload": 2,
-    "half-blames": 6,
+    "half-blames": 14,
     "half-snapshot": 7,
     "joiner-boasts": 13,
     "old-majority": 4,
     "open-changes": 13,
-    "removed-leader": 9,
+    "removed-leader": 5,
     "rows-again": 41,
-    "stale-base": 7,
-    "unheld-merges": 56,
+    "stale-base": 10,
+    "unheld-merges": 22,
 }
 
 CHEAT_SIGNS = {
