@@ -149,6 +149,9 @@ class Checkers:
         self.busy = host.name
         if host.name in self.liars:
             return
+        is_question = isinstance(event, ev.MessageArrived) and isinstance(event.message, msg.RequestVote)
+        # In the same event entries may join the log that waited for a leader who is gone.
+        self._memories[host.name].asked_end = view.log_end(host.core) if is_question else None
         self.is_end_due |= isinstance(event, ev.FinishOrdered)
         if isinstance(event, ev.VersionApplied):
             versions = self._memories[host.name].versions
@@ -414,7 +417,7 @@ class Checkers:
         """A leader proposes only what a majority has: a round's payload on disk, a snapshot's bytes as it was told."""
         memory = self._memories[host.name]
         if effect.voted_for:
-            memory.voted.setdefault(effect.term, view.log_end(host.core))
+            memory.voted.setdefault(effect.term, memory.asked_end or view.log_end(host.core))
         ledger = view.ledger(host.core)
         if not ledger.is_leader:
             return

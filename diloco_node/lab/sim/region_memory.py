@@ -21,6 +21,7 @@ class RegionMemory:
         versions: per fragment the version applied in this life.
         unasked: by fragment that is lacking, since when nobody is asked for it.
         claims: by (fragment, version, digest) of a state, and (ballot, digest) of a payload, the peers that told of it.
+        asked_end: where its log ended when the message came that asks for its vote; None: another event is handled.
         voted: by term, where its log ended when it decided its vote.
     """
 
@@ -33,6 +34,7 @@ class RegionMemory:
     versions: dict[int, int] = field(default_factory=dict)
     unasked: dict[int, int] = field(default_factory=dict)
     claims: dict[tuple[object, ...], set[str]] = field(default_factory=dict)
+    asked_end: tuple[int, int] | None = None
     voted: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def hear(self, peer: str, message: object) -> None:
