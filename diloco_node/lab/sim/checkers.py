@@ -174,6 +174,8 @@ class Checkers:
 
     def effect_seen(self, host: Host, effect: ev.Effect) -> None:
         """Whether the core may want this."""
+        if isinstance(effect, ev.FetchPayload | ev.FetchState):
+            self._memories[host.name].unasked.clear()  # its answer may come before the next message does
         check = self._effect_checks.get(type(effect))
         if check is not None and host.name not in self.liars:
             check(host, effect)
