@@ -68,9 +68,11 @@ class Objections:
             is_uncertain, name = ledger.is_staged(body), _name(body)
             is_new = wait is None or wait[0] != name or self._will_know(body, missing[:place])
             waited_ns = 0 if wait is None or is_new else now_ns - wait[1]
-            # Who hands on another leader's entry does not know what the region reports, and is not to blame.
-            is_own = bool(ledger.leader) and ledger.is_staged(body, leader=ledger.leader)
-            is_blamed = is_own and waited_ns >= WORD_TIMEOUTS * self._patience_ns
+            # Who hands on another leader's entry does not know what the region reports, and is not to blame. Of an
+            # earlier term of its own the region has the entry itself by now, and reports it no more.
+            is_own = ledger.is_staged(body, leader=ledger.leader)
+            is_late = waited_ns >= WORD_TIMEOUTS * self._patience_ns
+            is_blamed = is_late and ledger.is_staged(body, term=ledger.term)
             fault = self._versions.payload_fault(body) or self.discards.fault(body, is_late=is_blamed, now_ns=now_ns)
             if isinstance(body, SnapshotBody) and is_uncertain:
                 fault = self._snapshot_fault(body)

@@ -204,6 +204,9 @@ def test_a_loop_that_catches_all_exceptions_merges_nothing_that_was_refused(fold
                     assert "this learner has failed" in diloco.stop_reason
             with pytest.raises(LearnerError, match=r"settle\(\) after an error that the loop has caught"):
                 diloco.settle(0.0)
+            written = diloco._checkpoints.written_step
+            diloco.checkpoint()
+            assert diloco._checkpoints.written_step == written, "no checkpoint holds what was refused"
             other = net()
             probe = make(other)
             other(torch.randn(4, 6)).square().mean().backward()

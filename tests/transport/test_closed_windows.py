@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 
 import pytest
 
@@ -52,6 +53,18 @@ async def test_a_control_lane_that_takes_nothing_ends_the_link(mesh: Mesh) -> No
     async with asyncio.timeout(DEADLINE_S):
         ended = await session.run()
     assert "a: takes nothing any more: its window is closed" in str(ended)
+
+
+async def test_a_process_that_stood_still_gives_the_peer_its_time_again(mesh: Mesh) -> None:
+    b, _ = await mesh.start("b", {"a": None}, times=dataclasses.replace(FAST, silent_s=1.5, ping_s=0.05))
+    session = Session("a", Closed(), _Quiet(), b.links["a"].env, intake=Intake(1000, now_ns=0))
+    task = asyncio.ensure_future(session.run())
+    await asyncio.sleep(0.3)
+    time.sleep(2.0)  # noqa: ASYNC251 - as a suspended process
+    await asyncio.sleep(0.3)
+    assert not task.done()
+    async with asyncio.timeout(DEADLINE_S):
+        assert "a: takes nothing any more: its window is closed" in str(await task)
 
 
 async def forgets_its_cancellation(is_waited_for: asyncio.Event) -> None:

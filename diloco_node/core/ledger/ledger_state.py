@@ -318,10 +318,12 @@ class LedgerState:
                 rounds[fragment] += 1
         return tuple(missing)
 
-    def is_staged(self, body: EntryBody, *, leader: str = "") -> bool:
-        """Whether an entry waits that is not known to be committed; of a term that a region leads or led, if given."""
+    def is_staged(self, body: EntryBody, *, leader: str = "", term: int = 0) -> bool:
+        """Whether an entry waits that is not known to be committed; if given, of a term that a region leads or led, and
+        of this term."""
         return any(
-            entry.body == body and (not leader or self._leader_of(entry.term) == leader) for entry in self._log.staged
+            entry.body == body and term in (0, entry.term) and leader in ("", self._leader_of(entry.term))
+            for entry in self._log.staged
         )
 
     def _leader_of(self, term: int) -> str:

@@ -271,3 +271,5 @@ def test_a_leader_answers_for_what_waits_of_each_term_that_it_led() -> None:
     assert [core.is_staged(a_round(index), leader="b") for index in (2, 4, 6)] == [True, False, True]
     assert [core.is_staged(a_round(index), leader="c") for index in (2, 4, 6)] == [False, True, False]
     assert [core.is_staged(a_round(index)) for index in (2, 4, 6, 8)] == [True, True, True, False]
+    assert [core.is_staged(a_round(index), term=5) for index in (2, 4, 6)] == [False, False, True]
+    assert not core.is_staged(a_round(2), leader="b", term=5)

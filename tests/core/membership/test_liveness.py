@@ -261,6 +261,10 @@ def test_between_heartbeats_to_all_the_leader_gets_those_that_tell_something_new
     assert [turn(8), turn(8)] == [["b"], ["b", "c"]]
     liveness.own_learner(replace(own, step=own.step + 1), now_ns=0)
     assert [turn(8), turn(8)] == [[], ["b", "c"]], "steps alone can wait"
+    liveness.is_leaving = True
+    assert [turn(8), turn(8)] == [["b"], ["b", "c"]]
+    liveness.own_budget(RateLimits(1, 1))
+    assert [turn(8), turn(8)] == [["b"], ["b", "c"]]
     world.hear("c", now_ns=0)
     assert [turn(8), turn(8), turn(8), turn(8)] == [["b"], ["b", "c"], [], ["b", "c"]]
     assert turn(8, now_ns=liveness.silent_ns) == ["b"], "c is not heard any more"

@@ -211,10 +211,10 @@ class Ledger:
     def missing_payloads(self, *, rounds_max: int) -> tuple[DiscardedBody, ...]:
         return tuple(self.bodies)
 
-    is_own = True
+    term, is_own, is_of_this_term = 2, True, True
 
-    def is_staged(self, _: DiscardedBody, *, leader: str = "") -> bool:
-        return not leader or self.is_own
+    def is_staged(self, _: DiscardedBody, *, leader: str = "", term: int = 0) -> bool:
+        return (not leader or self.is_own) and (not term or (self.is_own and self.is_of_this_term))
 
     def refuse(self, _body: DiscardedBody, _fault: str, *, now_ns: int) -> list[Effect]:
         self.refused.append(self.leader)
@@ -366,11 +366,15 @@ def test_a_region_that_heals_takes_a_state_that_it_may_never_reach() -> None:
 
 
 def test_what_a_former_leader_booked_is_taken_late_from_who_hands_it_on() -> None:
-    """Its region trains on and reports it no more: it has the entry itself."""
-    for is_own, taken, refused in ((True, 0, ["a"]), (False, 1, [])):
+    """Its region trains on and reports it no more: it has the entry itself. So too if that leader leads again."""
+    for is_own, is_of_this_term, taken, refused in (
+        (True, True, 0, ["a"]),
+        (True, False, 1, []),
+        (False, False, 1, []),
+    ):
         bench = Bench(lost(3, 0, 40))
         bench.hear(STATUS)
-        bench.ledger.is_own = is_own
+        bench.ledger.is_own, bench.ledger.is_of_this_term = is_own, is_of_this_term
         bench.ask()
         bench.hear(replace(STATUS, step=STATUS.step + 1), now_ns=5)
         bench.ask(16 * bench.patience_ns)
