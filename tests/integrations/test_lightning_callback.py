@@ -248,17 +248,27 @@ def test_steps_after_the_runs_end_are_undone_and_that_is_told(folder: Path) -> N
     assert sum(LATE_STEP in text for text in told) == 1
 
 
-def test_a_save_at_the_end_is_over_when_the_learner_leaves(folder: Path) -> None:
+def test_a_save_at_the_end_does_not_last_until_the_next_fit(folder: Path) -> None:
     trainer, _, module = lightning_trainer(folder)
     saver = pytest.importorskip("lightning.pytorch").Callback()
     saver.on_train_end = lambda *_: trainer.save_checkpoint(folder / "end.ckpt")
-    trainer.callbacks.append(saver)
-    with FakeDaemon(folder) as daemon:
-        trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=BATCH))
-        daemon.wait_for(Done)
+    marks: list[PlaceMark] = []
+
+    def look(*_: Any) -> None:
         mark = PlaceMark.decode(request_area(folder / "memory.sock", PLACE_AREA, PLACE_BYTES)[:])
-    assert mark is not None
-    assert (mark.activity, mark.has_left) == ("", True)
+        assert mark is not None
+        marks.append(mark)
+
+    saver.on_train_batch_start = look
+    trainer.callbacks.append(saver)
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=BATCH)
+    for steps in (4, 8):
+        trainer.fit_loop.epoch_loop.max_steps = steps
+        with FakeDaemon(folder) as daemon:
+            trainer.fit(module, loader)
+            daemon.wait_for(Done)
+    assert len(marks) == 8
+    assert not any(mark.has_left or mark.activity for mark in marks), "the second learner is there from its start"
 
 
 def test_a_learner_leaves_also_after_a_fit_whose_end_has_failed(folder: Path) -> None:
