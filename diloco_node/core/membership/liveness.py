@@ -16,15 +16,15 @@ SILENT_HEARTBEATS: Final = 5
 """A region from which nothing came for this many heartbeats counts as gone."""
 
 OTHERS_AT_ONCE: Final = 4
-"""With up to so many others each heartbeat goes to all. With more all get one heartbeat in several, and only the leader
-each: else their number would grow with the square of the regions. 16 regions, 5 a second: 380 a second, not 1,200."""
+"""For each so many others, heartbeats to all are one in one more: else their number would grow with the square of the
+regions."""
 
 SPREAD_MAX: Final = 5
+"""Of many regions all get one heartbeat in so many."""
 
 STRIDE_MIN: Final = 2
-"""Few regions, too, get one heartbeat in two. The leader gets the others where they tell more than its learner's steps:
-the messages of the ledger, which go between it and each region as often, say who lives.
-"""
+"""Of few regions all get one heartbeat in two. The leader gets those between where they tell more than its learner's
+steps: the ledger's messages, which go between it and each region as often, say who lives."""
 
 UNREAD_MAX: Final = 16
 """A region that has more heartbeats to read is behind, and gets only those that go to all: so the leader of many
@@ -55,7 +55,7 @@ class _Peer:
         linked_at: of ours, the last one when its link last changed: those before are none that it leaves unread.
         old_in_a_row: heartbeats since with lower numbers.
         rtt_ns: moving average; 0 while unknown.
-        told: what it was told last; see `Liveness._news`.
+        news: in the last heartbeat to it; see `Liveness._news`.
     """
 
     cadence: Cadence
@@ -70,7 +70,7 @@ class _Peer:
     applied_index: int = 0
     budget: RateLimits = NO_LIMITS
     is_leaving: bool = False
-    told: tuple[object, ...] = ()
+    news: tuple[object, ...] = ()
 
 
 class Liveness:
@@ -217,7 +217,7 @@ class Liveness:
         self._turn = (self._turn + 1) % self.stride
         if not self._turn or is_last:
             return None
-        return leader if self._peer(leader).told != self._news(applied_index, self.alive(now_ns=now_ns)) else ""
+        return leader if self._peer(leader).news != self._news(applied_index, self.alive(now_ns=now_ns)) else ""
 
     def _news(self, applied_index: int, hears: tuple[str, ...]) -> tuple[object, ...]:
         """Return what the leader should know with the next heartbeat: all but echoes, digests, steps, folder."""
@@ -245,7 +245,7 @@ class Liveness:
         for name, peer in self._peers.items():
             is_behind = self.sequence - max(peer.echo, peer.linked_at) > UNREAD_MAX
             if only_to is None or (only_to == name and not is_behind):
-                peer.told = news
+                peer.news = news
                 delay_ns = now_ns - peer.sequence_at_ns if peer.sequence else 0
                 beat = Heartbeat(
                     self.sequence,
