@@ -20,10 +20,10 @@ OTHERS_AT_ONCE: Final = 4
 regions."""
 
 SPREAD_MAX: Final = 5
-"""Of many regions all get one heartbeat in so many."""
+"""All of many regions get one heartbeat in so many."""
 
 STRIDE_MIN: Final = 2
-"""Of few regions all get one heartbeat in two. The leader gets those between where they tell more than its learner's
+"""All of few regions get one heartbeat in two. The leader gets those between where they tell more than its learner's
 steps: the ledger's messages, which go between it and each region as often, say who lives."""
 
 UNREAD_MAX: Final = 16
