@@ -15,7 +15,8 @@ from diloco_node.core.rounds.run_end import RunEnd, is_end
 from diloco_node.core.types import DiscardedBody, DiskNamedBody, EntryBody, RoundBody, SnapshotBody
 
 WORD_TIMEOUTS: Final = 16
-"""Lost steps wait for the word of a silent region for so many election timeouts: it may have died after its report."""
+"""Lost steps, and a state that is another one here, wait for the word of a silent region for so many election timeouts:
+it may have died after its report."""
 
 
 class Objections:
@@ -118,7 +119,8 @@ class Objections:
         An absence was true when another leader booked it, and its region may be back since. But a leader may date an
         entry back: so this region must have missed it, too.
         """
-        if isinstance(body, DiscardedBody):
+        is_denied = isinstance(body, SnapshotBody) and self.digests is not None and self.digests.differs(body)
+        if isinstance(body, DiscardedBody) or is_denied:
             return waited_ns >= WORD_TIMEOUTS * self._patience_ns
         was_away = isinstance(body, DiskNamedBody) and self._absence.has_missed(body.region, now_ns=now_ns)
         is_harmless = isinstance(body, SnapshotBody) or (was_away and not is_own)
