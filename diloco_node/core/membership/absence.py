@@ -27,8 +27,8 @@ class Absence:
 
     def __init__(self, region: str) -> None:
         self._region = region
-        # By region: when it was first asked about; when it was heard here; when for the first time after it was away for
-        # long; when it was heard here or, by their word, elsewhere, or was first asked about.
+        # By region: when it was first asked about; when it was heard here; when for the first time after it was away
+        # for long; when it was heard here or, by their word, elsewhere, or was first asked about.
         self._since_ns: dict[str, int] = {}
         self._heard_ns: dict[str, int] = {}
         self._returned_ns: dict[str, int] = {}
