@@ -60,8 +60,9 @@ class Absence:
         return name if now_ns - since_ns >= EVICT_AFTER_NS else ""
 
     def has_missed(self, region: str, *, now_ns: int) -> bool:
-        """Whether a region came back of late from where it was long."""
-        return now_ns - self._returned_ns.get(region, -EVICT_AFTER_NS) < EVICT_AFTER_NS
+        """Whether a region came back of late from where it was long, or may have, before this process began."""
+        since_ns = self._since_ns.get(region, now_ns - EVICT_AFTER_NS)
+        return now_ns - self._returned_ns.get(region, since_ns) < EVICT_AFTER_NS
 
     def doubt(self, body: EntryBody, *, now_ns: int) -> str:
         """Return why the region of an entry can't have been away for so long; empty if it can, as far as is known."""
