@@ -167,8 +167,8 @@ def test_only_an_eviction_that_waited_as_long_as_an_absence_lasts_may_be_refused
     check = MemberCheck(LEARNERS, lambda _: None)
     assert not check.is_belated("eu-west is away for long: it has no vote from now on", now_ns=5)
     refusals = (
-        "term 6: sa-east ignored entries from asia-ne, and follows it no more: entry 21: eu-west was heard here 0 s ago",
-        "term 6: eu-west ignored entries from asia-ne, and follows it no more: entry 21: eu-west is here itself",
+        "sa-east ignored entries from asia-ne, and follows it no more: entry 21: eu-west was heard here 0 s ago",
+        "eu-west ignored entries from asia-ne, and follows it no more: entry 21: eu-west is here itself",
     )
     for text in refusals:
         assert not check.is_belated(text, now_ns=EVICT_AFTER_NS + 4)
