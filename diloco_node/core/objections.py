@@ -15,7 +15,8 @@ from diloco_node.core.rounds.run_end import RunEnd, is_end
 from diloco_node.core.types import DiscardedBody, DiskNamedBody, EntryBody, RoundBody, SnapshotBody
 
 WORD_TIMEOUTS: Final = 16
-"""Lost steps wait for the word of a silent region for so many election timeouts: it may have died after its report."""
+"""Lost steps, and a state that is another one here, wait for the word of a silent region for so many election timeouts:
+it may have died after its report."""
 
 
 class Objections:
@@ -72,7 +73,8 @@ class Objections:
             # earlier term of its own the region has the entry itself by now, and reports it no more.
             is_own = ledger.is_staged(body, leader=ledger.leader)
             is_late = waited_ns >= WORD_TIMEOUTS * self._patience_ns
-            is_blamed = is_late and ledger.is_staged(body, term=ledger.term)
+            is_of_term = ledger.is_staged(body, term=ledger.term)
+            is_blamed = is_late and is_of_term
             fault = self._versions.payload_fault(body) or self.discards.fault(body, is_late=is_blamed, now_ns=now_ns)
             if isinstance(body, SnapshotBody) and is_uncertain:
                 fault = self._snapshot_fault(body)
@@ -86,7 +88,7 @@ class Objections:
                 and not self.discards.is_impossible(body, now_ns=now_ns)
             ):
                 fault = ""  # refused for ever, what an honest leader took in good faith would end all merging
-            is_silent = not fault and self._is_patience_over(body, waited_ns, is_own=is_own, now_ns=now_ns)
+            is_silent = not fault and self._is_patience_over(body, waited_ns, is_of_term=is_of_term, now_ns=now_ns)
             if not is_uncertain or is_silent:
                 if fault or waits or is_silent:
                     is_alarm = not waits and not isinstance(body, SnapshotBody)
@@ -112,16 +114,17 @@ class Objections:
             effects += ledger.payload_arrived(now_ns=now_ns)
         return effects
 
-    def _is_patience_over(self, body: EntryBody, waited_ns: int, *, is_own: bool, now_ns: int) -> bool:
-        """Whether an entry is taken although it is doubted here. is_own: the present leader made it.
+    def _is_patience_over(self, body: EntryBody, waited_ns: int, *, is_of_term: bool, now_ns: int) -> bool:
+        """Whether an entry is taken although it is doubted here. is_of_term: it was made in the present term.
 
-        An absence was true when another leader booked it, and its region may be back since. But a leader may date an
-        entry back: so this region must have missed it, too.
+        An absence was true when it was booked in an earlier term, and its region may be back since. But a leader may
+        date an entry back: so this region must have missed it, too, as far as it can know.
         """
-        if isinstance(body, DiscardedBody):
+        is_denied = isinstance(body, SnapshotBody) and self.digests is not None and self.digests.differs(body)
+        if isinstance(body, DiscardedBody) or is_denied:
             return waited_ns >= WORD_TIMEOUTS * self._patience_ns
         was_away = isinstance(body, DiskNamedBody) and self._absence.has_missed(body.region, now_ns=now_ns)
-        is_harmless = isinstance(body, SnapshotBody) or (was_away and not is_own)
+        is_harmless = isinstance(body, SnapshotBody) or (was_away and not is_of_term)
         return is_harmless and waited_ns >= self._patience_ns
 
     def _will_know(self, body: EntryBody, before: Sequence[EntryBody]) -> bool:

@@ -8,7 +8,9 @@ import pytest
 
 from diloco_node.core.ledger import ledger_state
 from diloco_node.core.types import RoundBody
+from diloco_node.lab.sim.cheats import older_copy, put_back
 from diloco_node.lab.sim.witness_bucket import WITNESS, FakeBucket
+from tests.core.test_lies import is_liar
 from tests.kit.small_world import Small
 
 pytestmark = pytest.mark.world
@@ -100,6 +102,21 @@ def test_a_region_that_lost_its_folder_comes_back(patch: pytest.MonkeyPatch) -> 
     small.go(30)
     small.settle()
     assert all(other.core.ledger.disks.counts(host.name, host.disk.id) for other in small.hosts.values())
+
+
+def test_a_leader_whose_folder_comes_back_as_an_older_copy_keeps_nobody_from_the_witness(
+    patch: pytest.MonkeyPatch,
+) -> None:
+    small, _ = two_sites(patch)
+    leader, (other,) = small.leader(), small.others()
+    is_liar(small, leader)
+    older = older_copy(small.hosts[leader])
+    small.go(6)
+    put_back(small.hosts[leader], older)
+    count = rounds(small)
+    small.go(20)
+    assert f"the folder of {leader} is an older copy" in "".join(note.text for note in small.alarms())
+    assert rounds(small) > count + 3, f"{other} and the witness go on, and {leader} is named anew"
 
 
 def test_a_region_that_returns_while_the_other_is_gone_takes_what_it_lacks_from_the_bucket(

@@ -227,11 +227,13 @@ class LedgerCore(LedgerState):
         )
 
     def _request_vote_reply(self, peer: str, answer: RequestVoteReply, now_ns: int) -> None:
-        self._election.hear(peer, answer)
+        is_older = self.folders.is_older(peer)
+        if not is_older:  # else its vote counts for nothing, and the witness is needed
+            self._election.hear(peer, answer)
         if not answer.granted:
             if not self._hears_leader(now_ns):
                 self._adopt_term(answer.term, now_ns)
-        elif not self.folders.is_older(peer) and self._election.take_vote(peer, answer):
+        elif not is_older and self._election.take_vote(peer, answer):
             self._count_votes(now_ns)
 
     def _count_votes(self, now_ns: int) -> None:

@@ -27,8 +27,9 @@ class Absence:
 
     def __init__(self, region: str) -> None:
         self._region = region
-        # By region: when it was heard here; when for the first time after it was away for long; when it was heard here
-        # or, by their word, elsewhere, or was first asked about.
+        # By region: when it was first asked about; when it was heard here; when for the first time after it was away
+        # for long; when it was heard here or, by their word, elsewhere, or was first asked about.
+        self._since_ns: dict[str, int] = {}
         self._heard_ns: dict[str, int] = {}
         self._returned_ns: dict[str, int] = {}
         self._present_ns: dict[str, int] = {}
@@ -37,13 +38,15 @@ class Absence:
     def watch(self, hearing: Liveness, *, now_ns: int) -> None:
         """Note who is there. A process that stood still begins anew."""
         if now_ns - self._watched_ns >= EVICT_AFTER_NS // 2:
+            self._since_ns.clear()
             self._heard_ns.clear()
             self._returned_ns.clear()
             self._present_ns.clear()
         self._watched_ns = now_ns
         for name in hearing.others:
+            since_ns = self._since_ns.setdefault(name, now_ns)
             if hearing.is_alive(name, now_ns=now_ns):
-                if now_ns - self._heard_ns.get(name, now_ns) >= EVICT_AFTER_NS // 2:
+                if now_ns - self._heard_ns.get(name, since_ns) >= EVICT_AFTER_NS // 2:
                     self._returned_ns[name] = now_ns
                 self._heard_ns[name] = self._present_ns[name] = now_ns
             elif any(hearing.hears(peer, name, now_ns=now_ns) for peer in hearing.others if peer != name):
@@ -57,8 +60,9 @@ class Absence:
         return name if now_ns - since_ns >= EVICT_AFTER_NS else ""
 
     def has_missed(self, region: str, *, now_ns: int) -> bool:
-        """Whether a region came back of late from where it was long."""
-        return now_ns - self._returned_ns.get(region, -EVICT_AFTER_NS) < EVICT_AFTER_NS
+        """Whether a region came back of late from where it was long, or may have, before this process began."""
+        since_ns = self._since_ns.get(region, now_ns - EVICT_AFTER_NS)
+        return now_ns - self._returned_ns.get(region, since_ns) < EVICT_AFTER_NS
 
     def doubt(self, body: EntryBody, *, now_ns: int) -> str:
         """Return why the region of an entry can't have been away for so long; empty if it can, as far as is known."""

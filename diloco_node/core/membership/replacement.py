@@ -275,6 +275,7 @@ class DiskReplacement:
             return None
         roster = disks.roster
         voters = [name for name in roster.voters if not roster.eviction_fault(name)]
+        liveness.absence.watch(liveness, now_ns=now_ns)  # since the last heartbeat to all it may have come back
         region = liveness.absence.longest(voters, now_ns=now_ns) if disks.has_view else ""
         return DiskNamedBody(region, EVICTED) if region else None
 

@@ -127,10 +127,12 @@ class DigestWatch:
 
         is_voter: this region counts among them.
         """
-        own_digest = self._own_digest(body)
-        equal = self._peer_digests(body.fragment, body.version).count(own_digest)
-        majority = majority_of(len(self._history.roster.voters))
-        return own_digest not in (b"", body.digest) and equal + is_voter >= majority
+        equal = self._peer_digests(body.fragment, body.version).count(self._own_digest(body))
+        return self.differs(body) and equal + is_voter >= majority_of(len(self._history.roster.voters))
+
+    def differs(self, body: SnapshotBody) -> bool:
+        """Whether this region reached the version of a snapshot with another state."""
+        return self._own_digest(body) not in (b"", body.digest)
 
     def is_due(self, body: SnapshotBody) -> bool:
         """Whether the version of a snapshot is committed and on the disk here, and not reached yet."""
@@ -149,11 +151,7 @@ class DigestWatch:
 
     def divergences(self) -> tuple[SnapshotBody, ...]:
         """Snapshots of the ledger that this region has with another digest."""
-        snapshots = []
-        for snapshot in self._history.snapshots.all():
-            if self._own_digest(snapshot) not in (b"", snapshot.digest):
-                snapshots.append(snapshot)
-        return tuple(snapshots)
+        return tuple(snapshot for snapshot in self._history.snapshots.all() if self.differs(snapshot))
 
     def forget(self, fragment: int) -> None:
         """This region's state of the fragment is wrong: nothing of it is told any more until there is another one."""

@@ -126,6 +126,7 @@ class Checkers:
         """Nobody honest makes an entry that can't be: that it is refused everywhere does not excuse it."""
         # Booked by one of two regions while the other and the bucket were away: nobody else could bear it out.
         is_excused = self.bucket is not None and "has not reported them here" in note.text
+        is_excused |= self.members.is_belated(note.text, now_ns=self._world.now_ns)
         if note.is_alarm and not self.liars and not is_excused and any(words in note.text for words in _REFUSED):
             self.violate(f"meaning: {host.name}: {note.text}")
         accuses = note.is_alarm and any(words in note.text for words in self.words)
@@ -283,8 +284,7 @@ class Checkers:
         self.audit.committed(body, counters)
 
     def _send(self, host: Host, effect: ev.Send) -> None:
-        check = self._message_checks.get(type(effect.message))
-        if check is not None:
+        if check := self._message_checks.get(type(effect.message)):
             check(host, effect.peer, effect.message)
 
     def _leads(self, host: Host, _: str, message: msg.AppendEntries) -> None:

@@ -117,12 +117,11 @@ class Liar:
     def _is_of_model(self, lie: Any) -> bool:
         """Whether the fakes of the other side can look at it: the daemon's own checks of blocks are not theirs."""
         contribution = lie.contribution if isinstance(lie, msg.ContributionStripe) else lie
-        asks_or_brings = isinstance(lie, msg.StateRequested | msg.PayloadRequested | msg.ContributionStripe)
+        is_stripe = isinstance(lie, msg.ContributionStripe | msg.MergedStripe)
+        asks_or_brings = is_stripe or isinstance(lie, msg.StateRequested | msg.PayloadRequested)
         if asks_or_brings and not 0 <= contribution.fragment < len(self._layouts):
             return False
-        if isinstance(lie, msg.ContributionStripe):
-            return 0 <= lie.block_start < lie.block_stop <= self._layouts[contribution.fragment].blocks
-        return True
+        return not is_stripe or 0 <= lie.block_start < lie.block_stop <= self._layouts[contribution.fragment].blocks
 
     def _lie_about(self, value: Any) -> Any:
         """The same dataclass with one field changed, somewhere inside it."""

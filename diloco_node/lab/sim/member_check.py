@@ -5,10 +5,12 @@ It shares nothing with `core.ledger.roster`. It reads the committed entries, and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.membership import absence
 from diloco_node.core.types import EVICTED, DiskNamedBody, EntryBody, GenesisBody, RoundBody
 from diloco_node.lab.sim import core_parts as view
 
@@ -33,6 +35,8 @@ class MemberCheck:
         self.has_been_alone = len(self.kinds) == 1
         # Regions whose folder an entry names since they were added.
         self._named = set(self.kinds)
+        # By region, when a leader last put into its log that it was away for long.
+        self._evicted_ns: dict[str, int] = {}
         self._violate = violate
 
     def committed(self, body: EntryBody, leader: str = "") -> None:
@@ -70,6 +74,15 @@ class MemberCheck:
         changes = [body for body in _open_bodies(core, index) if isinstance(body, MembershipBody)]
         if len(changes) > 1:
             self._violate(f"members: {len(changes)} changes are open at once: {changes}")
+
+    def is_belated(self, text: str, *, now_ns: int) -> bool:
+        """Whether an alarm is about an eviction that was true, and waited longer for a majority than a region has to be
+        away for one. Its region is back as long: nobody can tell it from what a liar dates back, so it may be refused.
+        """
+        if match := re.search(r"(\S+) is away for long", text):
+            self._evicted_ns[match[1]] = now_ns
+        match = re.search(r"entry \d+: (\S+) (was heard here|is here itself)", text)
+        return match is not None and now_ns - self._evicted_ns.get(match[1], now_ns) >= absence.EVICT_AFTER_NS
 
     def is_majority(self, core: Any, names: Iterable[str], index: int) -> bool:
         """Whether these are a majority of those who vote by the log of a core.

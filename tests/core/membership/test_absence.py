@@ -84,7 +84,29 @@ def test_a_leader_that_did_not_hear_of_a_return_yet_is_not_refused() -> None:
     assert record.doubt(DiskNamedBody("b", EVICTED), now_ns=back * NS_PER_S), "it was never away"
     ends_ns = back * NS_PER_S + EVICT_AFTER_NS
     assert [record.has_missed("e", now_ns=ends_ns - 1), record.has_missed("e", now_ns=ends_ns)] == [True, False]
-    assert not record.has_missed("b", now_ns=back * NS_PER_S)
+    assert not record.has_missed("b", now_ns=EVICT_AFTER_NS)
+    assert record.has_missed("b", now_ns=EVICT_AFTER_NS - 1), "it may have been away before this process began"
+
+
+def test_a_region_that_was_away_since_this_process_began_has_returned_once_it_is_heard() -> None:
+    half, body = 900, DiskNamedBody("e", EVICTED)
+    late, early = watched(half, Hearing("bcd")), watched(half - 1, Hearing("bcd"))
+    watched(1, Hearing(), late, since=half)
+    watched(1, Hearing(), early, since=half - 1)
+    assert late.doubt(body, now_ns=(half + 1) * NS_PER_S) == ""
+    assert early.doubt(body, now_ns=half * NS_PER_S) == "e was heard here 0 s ago"
+
+
+def test_a_leader_takes_no_vote_of_who_came_back_since_its_last_heartbeat_to_all(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, 4)
+    small.go(6)
+    core, victim, now_ns = small.hosts[small.leader()].core, small.others()[0], small.world.now_ns
+    record = core.liveness.absence
+    record._present_ns[victim] = record._heard_ns[victim] = now_ns - EVICT_AFTER_NS
+    assert record.longest([victim], now_ns=now_ns) == victim
+    assert core.replacement.propose(core._effects, core.liveness, now_ns=now_ns) == []
+    small.go(2)
+    assert not [body for body in small.bodies() if isinstance(body, DiskNamedBody)]
 
 
 def test_an_evicted_voter_counts_for_no_majority_and_three_are_left() -> None:

@@ -293,15 +293,18 @@ def test_what_the_disk_held_at_the_start_was_acknowledged_before() -> None:
     assert bench.objections.doubt(body, now_ns=0)
 
 
+def digest_watch(**answers: object) -> Any:
+    """Of a region that knows nothing of a state, but for these answers."""
+    usual = {"doubt": lambda _: "not known here", "is_refuted": lambda _, is_voter: False}
+    return SimpleNamespace(**usual | dict.fromkeys(("is_due", "differs"), lambda _: False) | answers)
+
+
 @pytest.mark.parametrize("is_refuted", [False, True])
 def test_a_state_that_nobody_knows_waits_for_a_timeout_and_one_that_is_refuted_for_none(is_refuted: bool) -> None:
     bench = Bench()
     body: Any = SnapshotBody(0, 4, b"n" * 32)
     bench.ledger.bodies = [body]
-    watch: Any = SimpleNamespace(
-        doubt=lambda _: "not known here", is_refuted=lambda _, is_voter: is_refuted, is_due=lambda _: False
-    )
-    bench.objections.digests = watch
+    bench.objections.digests = digest_watch(is_refuted=lambda _, is_voter: is_refuted)
     bench.ask()
     assert (bench.ledger.taken, bench.ledger.refused) == (0, ["a"] if is_refuted else [])
     if not is_refuted:
@@ -312,6 +315,18 @@ def test_a_state_that_nobody_knows_waits_for_a_timeout_and_one_that_is_refuted_f
         assert bench.objections.doubt(body, now_ns=bench.patience_ns) == "", "it may be acknowledged now"
 
 
+def test_a_state_that_is_another_one_here_waits_as_long_as_lost_steps_do() -> None:
+    bench = Bench()
+    body: Any = SnapshotBody(0, 4, b"n" * 32)
+    bench.ledger.bodies = [body]
+    bench.objections.digests = digest_watch(differs=lambda _: True)
+    bench.ask()
+    bench.ask(16 * bench.patience_ns - 1)
+    assert bench.ledger.taken == 0
+    bench.ask(16 * bench.patience_ns)
+    assert bench.ledger.taken == 1
+
+
 @pytest.mark.parametrize("is_round_lacking", [False, True])
 def test_a_state_that_this_region_will_reach_is_not_taken_before_it_knows_its_own(is_round_lacking: bool) -> None:
     """It was a made-up one: the region led with it, and those that knew better followed it no more."""
@@ -319,10 +334,7 @@ def test_a_state_that_this_region_will_reach_is_not_taken_before_it_knows_its_ow
     body: Any = SnapshotBody(0, 4, b"n" * 32)
     lacking: list[Any] = [committed_round(0, 4, ())] if is_round_lacking else []
     bench.ledger.bodies = [*lacking, body]
-    watch: Any = SimpleNamespace(
-        doubt=lambda _: "not known here", is_refuted=lambda _, is_voter: False, is_due=lambda _: not is_round_lacking
-    )
-    bench.objections.digests = watch
+    watch = bench.objections.digests = digest_watch(is_due=lambda _: not is_round_lacking)
     for timeouts in range(40):
         bench.ask(timeouts * bench.patience_ns)
     assert (bench.ledger.taken, bench.ledger.refused) == (0, [])
@@ -339,9 +351,7 @@ def test_an_entry_that_waited_is_taken_once_it_is_not_doubted_also_where_no_lead
     bench = Bench()
     body: Any = SnapshotBody(0, 4, b"n" * 32)
     bench.ledger.bodies = [body]
-    bench.objections.digests = SimpleNamespace(  # type: ignore[assignment]
-        doubt=lambda _: "not known here", is_refuted=lambda _, is_voter: False, is_due=lambda _: True
-    )
+    bench.objections.digests = digest_watch(is_due=lambda _: True)
     bench.ask()
     bench.ask(1)
     assert bench.ledger.taken == 0
@@ -355,11 +365,8 @@ def test_a_region_that_heals_takes_a_state_that_it_may_never_reach() -> None:
     bench = Bench()
     body: Any = SnapshotBody(0, 4, b"n" * 32)
     bench.ledger.bodies = [body]
-    watch: Any = SimpleNamespace(
-        doubt=lambda _: "not known here", is_refuted=lambda _, is_voter: False, is_due=lambda _: True
-    )
     versions: Any = bench.objections._versions
-    bench.objections.digests, versions.healing = watch, (0,)
+    bench.objections.digests, versions.healing = digest_watch(is_due=lambda _: True), (0,)
     bench.ask()
     bench.ask(bench.patience_ns)
     assert bench.ledger.taken == 1
@@ -398,15 +405,15 @@ def test_no_region_holds_up_all_others_for_what_an_honest_leader_took_in_good_fa
 
 
 @pytest.mark.parametrize(
-    ("is_own", "was_away", "is_taken"), [(True, True, False), (False, True, True), (False, False, False)]
+    ("is_of_this_term", "was_away", "is_taken"), [(True, True, False), (False, True, True), (False, False, False)]
 )
-def test_a_vote_that_a_former_leader_took_from_who_was_away_is_taken(
-    is_own: bool, was_away: bool, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_vote_that_was_taken_in_a_former_term_from_who_was_away_is_taken(
+    is_of_this_term: bool, was_away: bool, is_taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A leader may date an entry back: who is always heard keeps its vote."""
     bench = Bench()
     body: Any = DiskNamedBody("c", EVICTED)
-    bench.ledger.bodies, bench.ledger.is_own = [body], is_own
+    bench.ledger.bodies, bench.ledger.is_of_this_term = [body], is_of_this_term
     bench.hear(STATUS)
     bench.beat()
     monkeypatch.setattr(bench.liveness.absence, "has_missed", lambda region, *, now_ns: was_away and region == "c")

@@ -12,7 +12,7 @@ from diloco_node.lab.sim.fault_storm import SCHEDULES, SWARM, Chaos
 from diloco_node.lab.sim.liar import COUNTED, Liar
 from diloco_node.lab.sim.seed_report import format_report
 from diloco_node.lab.sim.simulation import Simulation, simulate
-from diloco_node.wire.envelope import decode_control, encode_control
+from diloco_node.wire.envelope import decode_bulk, decode_control, encode_begin, encode_control
 
 pytestmark = pytest.mark.world
 
@@ -44,6 +44,16 @@ def test_fields_by_which_majorities_are_counted_are_left_as_they_are() -> None:
     assert {(one.last_index, one.last_term) for one in told} == {(12, 6)}
     assert len({one.term for one in told}) > 5
     assert set(COUNTED) <= {msg.RequestVote, msg.RequestVoteReply, msg.AppendEntries, msg.AppendEntriesReply}
+
+
+def test_no_stripe_is_of_a_fragment_or_blocks_that_there_are_not() -> None:
+    simulation, liar = a_liar()
+    truth, layouts = msg.MergedStripe(Ballot(3, 2), 0, 0, 1, bytes(32), 0, 1), simulation.setup.layouts
+    spoil = simulation.network.bulk_spoilers[liar.region]
+    headers = [decode_bulk(spoil("anybody", encode_begin(0, truth, 512), bytes(512))[0]).header for _ in range(200)]
+    assert len(set(headers)) > 10
+    for header in headers:
+        assert 0 <= header.block_start < header.block_stop <= layouts[header.fragment].blocks
 
 
 def test_an_honest_region_says_what_it_said() -> None:

@@ -8,10 +8,12 @@ import pytest
 
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core import events as ev
+from diloco_node.core.membership.absence import EVICT_AFTER_NS
 from diloco_node.core.merge import weights
 from diloco_node.core.types import Ballot, Codec, Contribution, DiscardedBody, GenesisBody, Member, RoundBody, Stripe
 from diloco_node.lab.sim import fake_tensors as tensors
 from diloco_node.lab.sim.audit import Audit
+from diloco_node.lab.sim.member_check import MemberCheck
 from diloco_node.lab.sim.oracle import Oracle
 from diloco_node.lab.sim.setup import Setup, draw_setup
 
@@ -159,3 +161,17 @@ def test_each_step_is_booked_once(second: RoundBody | DiscardedBody, is_right: b
     assert found == []
     audit.committed(second, COUNTERS)
     assert (found == []) == is_right, found
+
+
+def test_only_an_eviction_that_waited_as_long_as_an_absence_lasts_may_be_refused() -> None:
+    check = MemberCheck(LEARNERS, lambda _: None)
+    assert not check.is_belated("eu-west is away for long: it has no vote from now on", now_ns=5)
+    refusals = (
+        "sa-east ignored entries from asia-ne, and follows it no more: entry 21: eu-west was heard here 0 s ago",
+        "eu-west ignored entries from asia-ne, and follows it no more: entry 21: eu-west is here itself",
+    )
+    for text in refusals:
+        assert not check.is_belated(text, now_ns=EVICT_AFTER_NS + 4)
+        assert check.is_belated(text, now_ns=EVICT_AFTER_NS + 5)
+        assert not check.is_belated(text.replace("eu-west", "sa-east"), now_ns=EVICT_AFTER_NS + 5), "nobody evicted it"
+    assert not check.is_belated("entry 21: eu-west: its factor is another one", now_ns=EVICT_AFTER_NS + 5)
