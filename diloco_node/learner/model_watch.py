@@ -32,7 +32,7 @@ from diloco_node.learner.late_looks import LateLook, LateLooks
 from diloco_node.learner.layouts.capture import is_capturing
 from diloco_node.learner.layouts.device import has_streams
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.optimizer_record import NOISE, TOLD, OptimizerRecord
+from diloco_node.learner.optimizer_record import NOISE, TOLD, OptimizerRecord, is_inside_step
 from diloco_node.learner.several_optimizers import check_kind, inner_of, kind_of, parameters_of
 from diloco_node.learner.state_watch import StateWatch, schedules_of
 from diloco_node.learner.step_counts import StepCounts
@@ -242,18 +242,30 @@ class ModelWatch:
 
     def _look_before_step(self, optimizer: torch.optim.Optimizer) -> None:
         record = self._record_of(optimizer)
-        if record is None or record.is_stepping:  # a step may call that of its base class, of which hooks tell, too
+        # A step may call that of its base class, of which hooks tell, too.
+        if record is None or (record.is_stepping and is_inside_step()):
             return
         self._check_forms()
+        is_torn, record.is_stepping = record.is_stepping, True
+        is_inner = any(sibling.is_stepping for sibling in record.siblings) and is_inside_step()
         if COPY_LOOKS & {record.steps + 1, record.steps + 2}:
             record.before = {name: sample_of(tensor) for name, tensor in record.tensors.items()}
         record.counted_steps = self._counted_steps()
-        record.is_stepping = True
         self._states.check()
         if self._written:
             self._compare(is_trained=False)
-        else:
+        elif is_torn:
+            self._check_torn(record)
+        elif not is_inner:  # else what the optimizer around it writes is of a step as well
             self._check_record(record)
+        if record.sample is None:
+            record.note()
+
+    def _check_torn(self, record: OptimizerRecord) -> None:
+        """Look at a step that follows one that raised, for want of memory say: it has written a part, a load more."""
+        for change, name in record.look():
+            if float(change) > FAR:
+                self._judge(name, float(change))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         record = None if torch.compiler.is_compiling() else self._optimizers.get(optimizer)
@@ -273,7 +285,7 @@ class ModelWatch:
         for sibling in record.siblings:
             if sibling.sample is not None:
                 sibling.note(is_step=True)
-        self._steps.steps += record.is_stepping
+        self._steps.has_stepped = True
         record.steps += record.is_stepping  # a step may call that of its base class, see above
         record.is_stepping = False
         self._states.stepped(optimizer)

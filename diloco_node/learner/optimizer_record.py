@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as optimizer_module
 
 from diloco_node.learner.layouts.tensors import local_part
 from diloco_node.learner.tensor_forms import SliceReader, is_constrained, sample_of
@@ -24,6 +26,7 @@ COPY_VALUES_MIN: Final = 16
 """A state with fewer values may look like its parameter by chance."""
 
 _WRITES: Final = attrgetter("_version")
+_STEPS_FILE: Final = optimizer_module.__file__
 
 _State = tuple[str, str, Tensor, Tensor]
 
@@ -164,6 +167,15 @@ class OptimizerRecord:
                 is_apart = values.data_ptr() != local_part(tensor).data_ptr()
                 if state.is_floating_point() and values.numel() >= COPY_VALUES_MIN and is_apart:
                     yield name, key, tensor, state
+
+
+def is_inside_step() -> bool:
+    """Whether the step whose hook calls this is one inside another: more than one of torch's frames is on the stack."""
+    frame, count = sys._getframe(), 0
+    while frame.f_back is not None:
+        frame = frame.f_back
+        count += frame.f_code.co_filename == _STEPS_FILE
+    return count > 1
 
 
 def _apart(now: Tensor, before: Tensor) -> Tensor:
