@@ -221,7 +221,7 @@ class Diloco(LoopView):
             self.global_step += 1
             self.tokens += tokens
             self._stop_if(self._terminate.is_set, "the process was asked to stop")
-        self.token_check.step(tokens, ranks=self._ranks.size, warn=self._warn)
+        self.token_check.step(tokens, total=self.tokens, ranks=self._ranks.size, warn=self._warn)
         self._blocked_ns += time.perf_counter_ns() - started_ns
 
     def _refuse(self, error: LearnerError) -> None:

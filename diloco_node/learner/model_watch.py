@@ -44,6 +44,7 @@ from diloco_node.learner.tensor_forms import (
     check_apart,
     check_not_replaced,
     is_clamped,
+    is_constrained,
     sample_of,
     stack,
 )
@@ -113,6 +114,12 @@ class ModelWatch:
             tensor: name
             for tensor, name in self._names.items()
             if isinstance(tensor, nn.Parameter) or followed[name] is not tensor
+        }
+        # Those that forward passes shorten, row by row.
+        self._renormed = {
+            module.weight
+            for module in tensors.model.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
         }
         # Their values as `attach` wrote them; empty once they were compared.
         self._written = [sample_of(tensor) for tensor in self._weights]
@@ -285,7 +292,7 @@ class ModelWatch:
         for sibling in record.siblings:
             if sibling.sample is not None:
                 sibling.note(is_step=True)
-        self._steps.has_stepped = True
+        self._steps.stepped()
         record.steps += record.is_stepping  # a step may call that of its base class, see above
         record.is_stepping = False
         self._states.stepped(optimizer)
@@ -347,11 +354,15 @@ class ModelWatch:
         samples, self._written = self._written, []
         pairs = [(sample_of(tensor), sample) for tensor, sample in zip(self._weights, samples, strict=True)]
         counts = [(new != old).sum() * ~(torch.dist(new, old) <= NOISE * old.norm()) for new, old in pairs]
-        self._differing = [n * ~is_clamped(sample, value) for n, (value, sample) in zip(counts, pairs, strict=True)]
+        self._differing = [
+            n * ~(is_constrained if tensor in self._renormed else is_clamped)(sample, value)
+            for tensor, n, (value, sample) in zip(self._weights, counts, pairs, strict=True)
+        ]
         count = stack(self._differing).sum()
         if not is_trained:
             names = [*self._weights.values()]
-            self._note_change(stack(counts).sum().clamp(max=TOLD), lambda: next(compress(names, map(int, counts))))
+            others = [n * (tensor not in self._renormed) for tensor, n in zip(self._weights, counts, strict=True)]
+            self._note_change(stack(others).sum().clamp(max=TOLD), lambda: next(compress(names, map(int, others))))
         else:
             distance = stack((value - sample).square().sum() for value, sample in pairs).sum()
             length = stack(sample.square().sum() for _, sample in pairs).sum()
@@ -380,11 +391,15 @@ class ModelWatch:
         if record.sample is None or writes == record.writes:
             return False
         names, at = [*record.tensors, record.name], record.largest
-        pairs = zip(names, writes, record.writes, strict=True)
-        name = partial(str, next(name for name, new, old in pairs if new != old))
+        tensors = [*record.tensors.values(), None]
+        rows = [row for row in zip(names, writes, record.writes, tensors, strict=True) if row[1] != row[2]]
+        foreign = [row for row in rows if row[3] not in self._renormed]
+        name = partial(str, (foreign or rows)[0][0])
         # Averages, or a climb, in and out again; or `model.to()`.
-        may_be_restored = writes[-1] != record.writes[-1] or writes[at] != record.writes[at]
+        may_be_restored = not foreign or writes[-1] != record.writes[-1] or writes[at] != record.writes[at]
         change = record.change()
+        if not foreign:  # a forward pass wrote, or a load
+            change = torch.where(change > FAR, change, 0.0)
         self._writes_seen += 1
         if self._writes_seen <= LOOKS_WAITED:
             self._judge(name, float(change), may_be_restored=may_be_restored)
@@ -453,8 +468,8 @@ class ModelWatch:
     def foreign_write(self) -> str:
         """Say what was written to a tensor since the last step, if it is still there. Waits for the device."""
         # What a loop writes after each step, such as a constraint, is in what it has sent already.
-        limit = FAR if self._has_warned else NOISE
         for record in filter(None, self._optimizers.values()):
+            limit = FAR if self._has_warned or record.tensors[record.name] in self._renormed else NOISE
             if record.is_followed(self._steps.told) and float(record.change()) > limit:
                 return (
                     f"{record.name!r} was written to after the last step, such as by a load of the best weights: that "

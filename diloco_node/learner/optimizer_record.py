@@ -26,6 +26,7 @@ COPY_VALUES_MIN: Final = 16
 """A state with fewer values may look like its parameter by chance."""
 
 _WRITES: Final = attrgetter("_version")
+_FAREST: Final = 1e30
 _STEPS_FILE: Final = optimizer_module.__file__
 
 _State = tuple[str, str, Tensor, Tensor]
@@ -179,7 +180,11 @@ def is_inside_step() -> bool:
 
 
 def _apart(now: Tensor, before: Tensor) -> Tensor:
-    """Distance in lengths of the values before; 0 of values that are zero: nobody can say how far is far."""
+    """Distance in lengths of the values before; 0 of values that are zero, or not finite: nobody can say how far is far.
+
+    Values that are huge or NaN now are as far as can be.
+    """
     way = torch.linalg.vector_norm(now - before, dtype=torch.float32)
-    distance: Tensor = way / torch.linalg.vector_norm(before, dtype=torch.float32)
-    return distance.nan_to_num(0.0, posinf=0.0)
+    length = torch.linalg.vector_norm(before, dtype=torch.float32)
+    distance = (way / length).nan_to_num(_FAREST, posinf=_FAREST)
+    return torch.where((length > 0.0) & length.isfinite(), distance, 0.0)

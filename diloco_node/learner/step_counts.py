@@ -12,6 +12,9 @@ STILL_STEPS: Final = 64
 
 RATIO_MAX: Final = 1.5
 
+UNTOLD_MAX: Final = 256
+"""A critic may train for a hundred steps and more before the first one that is told."""
+
 
 class StepCounts:
     """Counts of steps; a loop whose counts are others is told once.
@@ -29,9 +32,22 @@ class StepCounts:
         self._warn = warn
         # By the last multiple of STILL_STEPS that were told.
         self._moves_before = 0
+        # Of all optimizers since the last that was told.
+        self._untold = 0
         # Told since then, with steps of an optimizer. One may be around another, and several may train in turns.
         self._real = 0
         self._has_warned = False
+
+    def stepped(self) -> None:
+        """An optimizer has made a step."""
+        self.has_stepped = True
+        self._untold += 1
+        if self._untold == UNTOLD_MAX and not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"the optimizers made {UNTOLD_MAX} steps, and the loop told of none of them: they count for nothing, and "
+                'nothing is merged meanwhile. Call step() after each optimizer.step(), or attach(..., step="auto")'
+            )
 
     def tell(self, records: Iterable[OptimizerRecord]) -> bool:
         """Count a step that the loop tells; whether no optimizer wrote in the last STILL_STEPS of them.
@@ -41,7 +57,7 @@ class StepCounts:
         """
         self.told += 1
         self._real += self.has_stepped
-        self.has_stepped = False
+        self.has_stepped, self._untold = False, 0
         if self.told % STILL_STEPS:
             return False
         counts = [count for record in records if (count := record.take_steps())]
