@@ -180,7 +180,7 @@ def is_inside_step() -> bool:
 
 
 def _apart(now: Tensor, before: Tensor) -> Tensor:
-    """Distance in lengths of the values before; 0 of values that are zero, or not finite: nobody can say how far is far.
+    """Distance in lengths of the values before; 0 where those are zero or not finite: nobody can say how far is far.
 
     Values that are huge or NaN now are as far as can be.
     """

@@ -45,8 +45,8 @@ class StepCounts:
         if self._untold == UNTOLD_MAX and not self._has_warned:
             self._has_warned = True
             self._warn(
-                f"the optimizers made {UNTOLD_MAX} steps, and the loop told of none of them: they count for nothing, and "
-                'nothing is merged meanwhile. Call step() after each optimizer.step(), or attach(..., step="auto")'
+                f"the optimizers made {UNTOLD_MAX} steps, and the loop told of none of them: they count for nothing, "
+                'and nothing is merged meanwhile. Call step() after each optimizer.step(), or attach(..., step="auto")'
             )
 
     def tell(self, records: Iterable[OptimizerRecord]) -> bool:

@@ -61,14 +61,15 @@ class TokenCheck:
     def step(self, tokens: int, *, total: int, ranks: int, warn: Callable[[str], None]) -> None:
         """Take what the loop tells of a step; warn once if it is too much, or nothing.
 
-        total: that all ranks told so far. ranks: of the region. warn: shows the text in the log, and in the region's status where there is a daemon.
+        total: that all ranks told so far. ranks: of the region. warn: shows the text in the log, and in the region's
+        status where there is a daemon.
         """
         self._steps += 1
         self._tokens += tokens
         if self._steps == ZERO_STEPS and not total:
             warn(
-                f"step(tokens=0) was told {ZERO_STEPS} times, and work without tokens has no weight in a merge: give the "
-                "tokens of the batch, or its samples"
+                f"step(tokens=0) was told {ZERO_STEPS} times, and work without tokens has no weight in a merge: give "
+                "the tokens of the batch, or its samples"
             )
         count = sum(count.tokens for count in self._counts)
         if self._steps < STEPS_MIN or not count or self._tokens <= RATIO_MAX * count:
