@@ -38,6 +38,7 @@ from diloco_node.learner.state_watch import StateWatch, schedules_of
 from diloco_node.learner.step_counts import StepCounts
 from diloco_node.learner.still_watch import StillWatch
 from diloco_node.learner.tensor_forms import (
+    LOADED,
     REMEDY,
     TensorForms,
     TensorPlaces,
@@ -449,7 +450,7 @@ class ModelWatch:
             raise LearnerError(
                 f"{name()!r}, and others, were changed between two steps by something else than their optimizer: "
                 "weights were loaded, drawn anew or scaled, or mixed with a copy (averages, Lookahead), and would be "
-                f"merged as if they had been trained. {REMEDY}"
+                f"merged as if they had been trained. {LOADED}"
             )
         if not self._has_warned and not (may_be_restored and change <= NOISE):
             self._has_warned = True
