@@ -378,7 +378,7 @@ class ModelWatch:
         raise LearnerError(
             f"{len(names)} of {len(self._differing)} tensors are not as attach() wrote them, such as {names[0]!r}: "
             "weights were loaded or drawn anew before the first step, and would be merged as if they had been trained. "
-            f"{REMEDY}"
+            f"{REMEDY}. What forward passes write, such as a codebook, is a buffer for attach(buffers=)"
         )
 
     def _check_writes(self, record: OptimizerRecord) -> bool:
