@@ -362,8 +362,10 @@ class ModelWatch:
         count = stack(self._differing).sum()
         if not is_trained:
             names = [*self._weights.values()]
-            others = [n * (tensor not in self._renormed) for tensor, n in zip(self._weights, counts, strict=True)]
-            self._note_change(stack(others).sum().clamp(max=TOLD), lambda: next(compress(names, map(int, others))))
+            write_counts = [n * (tensor not in self._renormed) for tensor, n in zip(self._weights, counts, strict=True)]
+            self._note_change(
+                stack(write_counts).sum().clamp(max=TOLD), lambda: next(compress(names, map(int, write_counts)))
+            )
         else:
             distance = stack((value - sample).square().sum() for value, sample in pairs).sum()
             length = stack(sample.square().sum() for _, sample in pairs).sum()
