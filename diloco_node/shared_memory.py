@@ -57,7 +57,8 @@ class PlaceMark:
     of the newest checkpoint on disk; -1: none of this process. since_s, limit_s: monotonic begin of a pause that the
     loop has announced, and how long it may last. activity: of the pause; empty: the loop makes steps. is_interrupted: a
     signal asked this process to stop, which is no reason to end the region's part in the run. has_left: this process
-    has had its part, and does what else its script wants, for as long as it takes.
+    has had its part, and does what else its script wants, for as long as it takes. fault: why it was refused, which its
+    script may catch.
     """
 
     pid: int
@@ -69,22 +70,24 @@ class PlaceMark:
     activity: str = ""
     is_interrupted: bool = False
     has_left: bool = False
+    fault: str = ""
 
     def encode(self) -> bytes:
         """As it stands in the area: PLACE_BYTES."""
         activity = self.activity.encode(errors="replace")[:_ACTIVITY_BYTES]
+        fault = self.fault.encode(errors="replace")[:_FAULT_BYTES]
         numbers = (self.pid, self.step, self.included_step, self.checkpoint_step, self.since_s, self.limit_s)
-        return _PLACE.pack(*numbers, activity, self.is_interrupted, self.has_left)
+        return _PLACE.pack(*numbers, activity, self.is_interrupted, self.has_left, fault)
 
     @classmethod
     def decode(cls, raw: bytes | None) -> PlaceMark | None:
         """The inverse; None: no learner has written there, or what it wrote can't be."""
         if raw is None or len(raw) != PLACE_BYTES:
             return None
-        *numbers, activity, is_interrupted, has_left = _PLACE.unpack(raw)
+        *numbers, activity, is_interrupted, has_left, fault = _PLACE.unpack(raw)
         pid, step, included_step, checkpoint_step, since_s, limit_s = numbers
-        words = activity.rstrip(b"\0").decode(errors="replace")
-        mark = cls(pid, step, included_step, checkpoint_step, since_s, limit_s, words, is_interrupted, has_left)
+        pause, words = (text.rstrip(b"\0").decode(errors="replace") for text in (activity, fault))
+        mark = cls(pid, step, included_step, checkpoint_step, since_s, limit_s, pause, is_interrupted, has_left, words)
         return mark if mark.pid > 0 and math.isfinite(mark.since_s) and math.isfinite(mark.limit_s) else None
 
     @property
@@ -97,7 +100,8 @@ class PlaceMark:
 
 
 _ACTIVITY_BYTES: Final = 40
-_PLACE: Final = struct.Struct(f"<QQQqdd{_ACTIVITY_BYTES}s??")
+_FAULT_BYTES: Final = 240
+_PLACE: Final = struct.Struct(f"<QQQqdd{_ACTIVITY_BYTES}s??{_FAULT_BYTES}s")
 PLACE_BYTES: Final = _PLACE.size
 
 

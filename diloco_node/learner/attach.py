@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_node.core.types import MergeRule
-from diloco_node.errors import ConfigError, LearnerError
+from diloco_node.errors import ConfigError, DilocoError, LearnerError
 from diloco_node.learner.auto_step import AutoStep
 from diloco_node.learner.boundary import StepBoundaries
 from diloco_node.learner.checkpoint import Stateful, TrainingProgress
@@ -41,7 +41,7 @@ from diloco_node.learner.layouts.module_group import ModuleGroup
 from diloco_node.learner.layouts.names import unwrap
 from diloco_node.learner.layouts.shard_map import agreed, describe
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.leaving import EndWish, end_on_final, failure, is_at_end
+from diloco_node.learner.leaving import EndWish, end_on_final, failure, is_at_end, refusals_noted
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.loop_view import LoopView
 from diloco_node.learner.loss import HeldOutLoss, HeldOutLosses
@@ -67,6 +67,7 @@ USABLE: Final = torch.inference_mode(mode=False)
 
 
 @USABLE
+@refusals_noted()
 def attach(
     model: nn.Module | Sequence[nn.Module],
     optimizer: OptimizerArgument = None,
@@ -162,7 +163,7 @@ class Diloco(LoopView):
         try:
             self._join()
         except BaseException as error:
-            self._close(failure(error))
+            self._fail(error)
             raise
         if auto_step is not None:
             auto_step.begin(lambda tokens, loss: self.step(tokens=tokens, loss=loss))
@@ -220,7 +221,7 @@ class Diloco(LoopView):
             self.global_step += 1
             self.tokens += tokens
             self._stop_if(self._terminate.is_set, "the process was asked to stop")
-        self.token_check.step(tokens, ranks=self._ranks.size, warn=self._warn)
+        self.token_check.step(tokens, total=self.tokens, ranks=self._ranks.size, warn=self._warn)
         self._blocked_ns += time.perf_counter_ns() - started_ns
 
     def _refuse(self, error: LearnerError) -> None:
@@ -228,6 +229,8 @@ class Diloco(LoopView):
         if self._refusal is None and not self._is_closed:
             self._refusal = LearnerError(str(error))  # a traceback would keep the loop's tensors alive
             self._stop_if(True, f"this learner has failed, and ends with that: {error}", logging.ERROR)
+            if self._session is not None:
+                self._session.fail(failure(error).reason)
 
     def _attached_step(
         self, tokens: int, loss: Tensor | float | None, grad_norm: Tensor | float | None, started_ns: int
@@ -364,7 +367,7 @@ class Diloco(LoopView):
             return self.close()
         if self._session is not None and self._wish.reason and not self._is_closed:
             self._session.want_end(self._wish.reason)
-        self._close(failure(error))
+        self._fail(error)
 
     @USABLE
     def close(self) -> None:
@@ -374,7 +377,7 @@ class Diloco(LoopView):
         self._terminate.leave()
         is_half = boundaries is not None and boundaries.is_crossing.is_set()
         if is_half or self._refusal is not None:  # half a merge is no checkpoint, and no result
-            return self._close(failure(self._refusal or LearnerError("a step() did not come to its end")))
+            return self._fail(self._refusal or LearnerError("a step() did not come to its end"))
         try:
             foreign = self._watch.foreign_write() if boundaries is not None and self._watch is not None else ""
             has_result = boundaries is not None and end_on_final(boundaries, self._warn, foreign)
@@ -394,11 +397,17 @@ class Diloco(LoopView):
                     self._warn(foreign)
                 self.is_interrupted = session.stop_reason is None and (self.should_stop or self._terminate.is_set)
         except BaseException as error:
-            self._close(failure(error))
+            self._fail(error)
             raise
         if session is not None and not self._is_closed and not self.is_interrupted:
             counts = session.fragments.step, session.fragments.tokens
             last = Done(*counts, blocked_ns=self._blocked_ns, **self._held_out.fields)
+        self._close(last)
+
+    def _fail(self, error: BaseException) -> None:
+        last = failure(error)
+        if self._session is not None and isinstance(error, DilocoError):
+            self._session.fail(last.reason)
         self._close(last)
 
     def _close(self, last: Done | Failed | None) -> None:

@@ -63,8 +63,8 @@ class AutoStep:
             return  # get_optimizer_state_dict() of torch.distributed.checkpoint makes the states by such a step
         if not tokens:
             raise LearnerError(
-                "the optimizer made a step, but the model that was attached was not called: attach the module that "
-                "the loop calls, or call step() yourself"
+                "the optimizer made a step, but the model that was attached was not called in training mode: call "
+                "model.train(), attach the module that the loop calls, or call step() yourself"
             )
         self.is_stepping = True
         try:

@@ -291,6 +291,10 @@ class LearnerSession:
         mark = replace(self.place, is_interrupted=self._has_stop())
         self._write_place(replace(mark, activity=activity, since_s=since_s, limit_s=limit_s))
 
+    def fail(self, reason: str) -> None:
+        """Write why this learner ends: its script may catch the error, and exit as if nothing had happened."""
+        self._write_place(replace(self.place, fault=reason))
+
     def follow_stop(self, terminate: TerminateFlag) -> None:
         """Write with each place whether a signal asked this process to stop, and at once when one does."""
         self._has_stop, terminate.note = lambda: terminate.has_stop, self._note_stop

@@ -63,7 +63,8 @@ class FirstParameters:
         if names and welcome.wants_initial_state:
             raise LearnerError(
                 f"the run would begin with this model, and NaN, infinite or huge values are in {_listing(names)}: load "
-                "or draw them before attach(), for to_empty() and torch.empty() leave what was in the memory"
+                "or draw them before attach(), for to_empty() and torch.empty() leave what was in the memory. "
+                "Observers have values once a batch went through the model"
             )
         self._square = sum(norm**2 for norm in norms)
         self._samples = [sample_of(tensors.values(slab)) for slab in self._slabs]

@@ -70,7 +70,8 @@ class ForwardWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._tokens = 0
+        # Of forward passes that came to their end, and of one that may raise.
+        self._tokens = self._begun = 0
         self._loss: Tensor | None = None
         for kind in ("_forward_pre_hooks", "_forward_hooks"):
             private_hooks(model, kind)
@@ -90,11 +91,12 @@ class ForwardWatch:
 
     def _note_shapes(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
-            self._tokens += count_tokens(kwargs) or count_tokens(args)
+            self._begun = count_tokens(kwargs) or count_tokens(args)
 
     def _returned(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
+        self._tokens, self._begun = self._tokens + self._begun, 0
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(loss, Tensor):
             self._loss = loss.detach()

@@ -60,7 +60,7 @@ def _constants(tensors: ModelTensors) -> Iterator[tuple[str, Tensor]]:
     for parameter, names in names_of(model).items():
         if parameter not in trainees and not _is_empty(parameter):
             yield names[0], parameter
-    statistics = {buffer for module in model.modules() for buffer in _statistics(module)}
+    statistics = {buffer for module in model.modules() for buffer in running_buffers(module)}
     for name, buffer in buffers_of(model).items():
         is_known = buffer.is_floating_point() or (buffer.dtype in CODES and buffer.dim() >= MATRIX)
         if is_known and buffer not in trainees | statistics and not _is_empty(buffer):
@@ -72,7 +72,8 @@ def _is_empty(tensor: Tensor) -> bool:
     return tensor.is_meta or nn.parameter.is_lazy(tensor) or tensor.is_nested or not tensor.numel()
 
 
-def _statistics(module: nn.Module) -> list[Tensor]:
+def running_buffers(module: nn.Module) -> list[Tensor]:
+    """Return what a module writes to in its forward passes, if it is of a known kind: `attach` names it."""
     if RUNNING & {kind.__name__ for kind in type(module).__mro__}:
         return [buffer for buffer in module._buffers.values() if buffer is not None]
     hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__name__ == "SpectralNorm"]

@@ -9,13 +9,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from diloco_node.core.bounds import REASON_BYTES
+from diloco_node.errors import DilocoError, LearnerError
 from diloco_node.learner.local_fragments import LearnerFragments
+from diloco_node.learner.process_signals import LearnerPlace
 from diloco_node.learner.ranks import Ranks
+from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from diloco_node.wire.learner_link import NO_SNAPSHOT, UNATTACHED, Failed, VersionOffered
 
 if TYPE_CHECKING:
@@ -40,6 +45,23 @@ def failure(error: BaseException) -> Failed:
     except Exception as second:  # noqa: BLE001 - the script's own class fails at its text
         text = f"{type(error).__name__}, whose text fails with a {type(second).__name__}"
     return Failed(text.encode(errors="replace").decode()[:1000])
+
+
+@contextlib.contextmanager
+def refusals_noted() -> Iterator[None]:
+    """Leave word for the supervisor if `attach` refuses this process: its script may catch that, and exit with 0."""
+    try:
+        yield
+    except DilocoError as error:
+        memory = os.environ.get("DILOCO_SUPERVISOR", "")
+        if memory and LearnerPlace.is_free():
+            mark = PlaceMark(os.getpid(), fault=failure(error).reason)
+            log.error("attach() refuses this script: %s", error)
+            with contextlib.suppress(LearnerError), request_area(Path(memory), PLACE_AREA, PLACE_BYTES) as area:
+                last = PlaceMark.decode(area[:])
+                if last is None or last.pid != mark.pid or not last.has_left:
+                    area[:] = mark.encode()
+        raise
 
 
 class EndWish:

@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from diloco_node.learner.frozen_tensors import running_buffers
 from diloco_node.learner.generators import KeptGenerator
 from diloco_node.learner.layouts.device import Room
 from diloco_node.learner.layouts.names import plain_name
@@ -260,15 +261,15 @@ class LoopState:
     def _unmerged(self) -> dict[str, Tensor]:
         """Buffers and parameters of the model that are in no merge and no checkpoint, but in its `state_dict()`."""
         names, merge_names = self._tensors.names, self._tensors.followed
-        transient = {
-            plain_name(f"{prefix}.{name}".lstrip("."))
-            for prefix, module in self._tensors.model.named_modules()
-            for name in module._non_persistent_buffers_set
+        ids = {  # of those that are no state, and those that `attach` has named
+            id(buffer)
+            for module in self._tensors.model.modules()
+            for buffer in (*running_buffers(module), *map(module._buffers.get, module._non_persistent_buffers_set))
         }
         present = {
             name: tensor
             for name, tensor in self._tensors.present().items()
-            if name not in transient and name not in merge_names and tensor not in names and _is_plain(tensor)
+            if id(tensor) not in ids and name not in merge_names and tensor not in names and _is_plain(tensor)
         }
         by_id = {id(tensor): name for name, tensor in reversed(present.items()) if id(tensor) not in self._member_ids}
         return {name: present[name] for name in reversed(by_id.values())}

@@ -32,18 +32,20 @@ from diloco_node.learner.late_looks import LateLook, LateLooks
 from diloco_node.learner.layouts.capture import is_capturing
 from diloco_node.learner.layouts.device import has_streams
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.optimizer_record import NOISE, TOLD, OptimizerRecord
+from diloco_node.learner.optimizer_record import NOISE, TOLD, OptimizerRecord, is_inside_step
 from diloco_node.learner.several_optimizers import check_kind, inner_of, kind_of, parameters_of
 from diloco_node.learner.state_watch import StateWatch, schedules_of
 from diloco_node.learner.step_counts import StepCounts
 from diloco_node.learner.still_watch import StillWatch
 from diloco_node.learner.tensor_forms import (
+    LOADED,
     REMEDY,
     TensorForms,
     TensorPlaces,
     check_apart,
     check_not_replaced,
     is_clamped,
+    is_constrained,
     sample_of,
     stack,
 )
@@ -113,6 +115,12 @@ class ModelWatch:
             tensor: name
             for tensor, name in self._names.items()
             if isinstance(tensor, nn.Parameter) or followed[name] is not tensor
+        }
+        # Those that forward passes shorten, row by row.
+        self._renormed = {
+            module.weight
+            for module in tensors.model.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
         }
         # Their values as `attach` wrote them; empty once they were compared.
         self._written = [sample_of(tensor) for tensor in self._weights]
@@ -242,18 +250,30 @@ class ModelWatch:
 
     def _look_before_step(self, optimizer: torch.optim.Optimizer) -> None:
         record = self._record_of(optimizer)
-        if record is None or record.is_stepping:  # a step may call that of its base class, of which hooks tell, too
+        # A step may call that of its base class, of which hooks tell, too.
+        if record is None or (record.is_stepping and is_inside_step()):
             return
         self._check_forms()
+        is_torn, record.is_stepping = record.is_stepping, True
+        is_inner = any(sibling.is_stepping for sibling in record.siblings) and is_inside_step()
         if COPY_LOOKS & {record.steps + 1, record.steps + 2}:
             record.before = {name: sample_of(tensor) for name, tensor in record.tensors.items()}
         record.counted_steps = self._counted_steps()
-        record.is_stepping = True
         self._states.check()
         if self._written:
             self._compare(is_trained=False)
-        else:
+        elif is_torn:
+            self._check_torn(record)
+        elif not is_inner:  # else what the optimizer around it writes is of a step as well
             self._check_record(record)
+        if record.sample is None:
+            record.note()
+
+    def _check_torn(self, record: OptimizerRecord) -> None:
+        """Look at a step that follows one that raised, for want of memory say: it has written a part, a load more."""
+        for change, name in record.look():
+            if float(change) > FAR:
+                self._judge(name, float(change))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         record = None if torch.compiler.is_compiling() else self._optimizers.get(optimizer)
@@ -273,7 +293,7 @@ class ModelWatch:
         for sibling in record.siblings:
             if sibling.sample is not None:
                 sibling.note(is_step=True)
-        self._steps.steps += record.is_stepping
+        self._steps.stepped()
         record.steps += record.is_stepping  # a step may call that of its base class, see above
         record.is_stepping = False
         self._states.stepped(optimizer)
@@ -335,11 +355,17 @@ class ModelWatch:
         samples, self._written = self._written, []
         pairs = [(sample_of(tensor), sample) for tensor, sample in zip(self._weights, samples, strict=True)]
         counts = [(new != old).sum() * ~(torch.dist(new, old) <= NOISE * old.norm()) for new, old in pairs]
-        self._differing = [n * ~is_clamped(sample, value) for n, (value, sample) in zip(counts, pairs, strict=True)]
+        self._differing = [
+            n * ~(is_constrained if tensor in self._renormed else is_clamped)(sample, value)
+            for tensor, n, (value, sample) in zip(self._weights, counts, pairs, strict=True)
+        ]
         count = stack(self._differing).sum()
         if not is_trained:
             names = [*self._weights.values()]
-            self._note_change(stack(counts).sum().clamp(max=TOLD), lambda: next(compress(names, map(int, counts))))
+            write_counts = [n * (tensor not in self._renormed) for tensor, n in zip(self._weights, counts, strict=True)]
+            self._note_change(
+                stack(write_counts).sum().clamp(max=TOLD), lambda: next(compress(names, map(int, write_counts)))
+            )
         else:
             distance = stack((value - sample).square().sum() for value, sample in pairs).sum()
             length = stack(sample.square().sum() for _, sample in pairs).sum()
@@ -354,7 +380,7 @@ class ModelWatch:
         raise LearnerError(
             f"{len(names)} of {len(self._differing)} tensors are not as attach() wrote them, such as {names[0]!r}: "
             "weights were loaded or drawn anew before the first step, and would be merged as if they had been trained. "
-            f"{REMEDY}"
+            f"{REMEDY}. What forward passes write, such as a codebook, is a buffer for attach(buffers=)"
         )
 
     def _check_writes(self, record: OptimizerRecord) -> bool:
@@ -368,11 +394,15 @@ class ModelWatch:
         if record.sample is None or writes == record.writes:
             return False
         names, at = [*record.tensors, record.name], record.largest
-        pairs = zip(names, writes, record.writes, strict=True)
-        name = partial(str, next(name for name, new, old in pairs if new != old))
+        tensors = [*record.tensors.values(), None]
+        rows = [row for row in zip(names, writes, record.writes, tensors, strict=True) if row[1] != row[2]]
+        foreign = [row for row in rows if row[3] not in self._renormed]
+        name = partial(str, (foreign or rows)[0][0])
         # Averages, or a climb, in and out again; or `model.to()`.
-        may_be_restored = writes[-1] != record.writes[-1] or writes[at] != record.writes[at]
+        may_be_restored = not foreign or writes[-1] != record.writes[-1] or writes[at] != record.writes[at]
         change = record.change()
+        if not foreign:  # a forward pass wrote, or a load
+            change = torch.where(change > FAR, change, 0.0)
         self._writes_seen += 1
         if self._writes_seen <= LOOKS_WAITED:
             self._judge(name, float(change), may_be_restored=may_be_restored)
@@ -422,7 +452,7 @@ class ModelWatch:
             raise LearnerError(
                 f"{name()!r}, and others, were changed between two steps by something else than their optimizer: "
                 "weights were loaded, drawn anew or scaled, or mixed with a copy (averages, Lookahead), and would be "
-                f"merged as if they had been trained. {REMEDY}"
+                f"merged as if they had been trained. {LOADED}"
             )
         if not self._has_warned and not (may_be_restored and change <= NOISE):
             self._has_warned = True
@@ -441,8 +471,8 @@ class ModelWatch:
     def foreign_write(self) -> str:
         """Say what was written to a tensor since the last step, if it is still there. Waits for the device."""
         # What a loop writes after each step, such as a constraint, is in what it has sent already.
-        limit = FAR if self._has_warned else NOISE
         for record in filter(None, self._optimizers.values()):
+            limit = FAR if self._has_warned or record.tensors[record.name] in self._renormed else NOISE
             if record.is_followed(self._steps.told) and float(record.change()) > limit:
                 return (
                     f"{record.name!r} was written to after the last step, such as by a load of the best weights: that "

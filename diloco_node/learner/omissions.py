@@ -6,40 +6,51 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from diloco_node.learner.frozen_tensors import running_buffers
 from diloco_node.learner.layouts.names import plain_name, replicas_in
 from diloco_node.learner.layouts.tensors import ModelTensors
 
-NAMED_MAX: Final = 3
+DERIVED: Final = frozenset({"eps", "scale", "zero_point"})
+"""Buffers of a fake quantiser that stay, or that its observer's ranges give."""
+
+MEAN_KEYS: Final = ("running_mean", "running_var", "min_val", "max_val")
+"""Buffers whose mean over regions is one of the data of all; of a direction, or a scale with an offset, it is none."""
 
 
-def batch_norm_warning(model: nn.Module, merged_names: Iterable[str]) -> str:
-    """Say what is wrong with batch normalisation; empty for a model without, or with statistics that are merged.
+def statistics_warning(model: nn.Module, merged_names: Iterable[str]) -> str:
+    """Say which buffers follow the data in each region and are merged nowhere; empty where there are none.
 
     merged_names: names of the tensors that the run merges.
     """
     name_set, replicas = set(merged_names), replicas_in(model)
-    layers = [
-        plain_name(name, replicas)
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm)
-        and module.running_mean is not None
-        and plain_name(f"{name}.running_mean", replicas) not in name_set
-    ]
-    if not layers:
+    groups: dict[str, list[str]] = {}
+    for prefix, module in model.named_modules():
+        running_ids = {*map(id, running_buffers(module))}
+        for key, buffer in module._buffers.items():
+            name = plain_name(f"{prefix}.{key}".lstrip("."), replicas)
+            is_running = id(buffer) in running_ids and buffer is not None and buffer.is_floating_point()
+            if is_running and key not in DERIVED and name not in name_set:
+                groups.setdefault(type(module).__name__, []).append(name)
+    if not groups:
         return ""
-    more = f" and {len(layers) - NAMED_MAX} more" if len(layers) > NAMED_MAX else ""
+    listing = ", ".join(f"{len(names)} of {kind}, such as {names[0]!r}" for kind, names in groups.items())
+    keys = {name.rpartition(".")[2] for names in groups.values() for name in names}
+    patterns = [f"*{key}" for key in MEAN_KEYS if key in keys]
+    way = (
+        f"attach(buffers={patterns}) merges them by their mean, once a batch has filled them. Or make"
+        if patterns
+        else "Make"
+    )
     return (
-        f"the model has batch normalisation ({', '.join(layers[:NAMED_MAX])}{more}): its running statistics are not "
-        "merged, and final.safetensors has none. Compute them anew for the merged model "
-        "(torch.optim.swa_utils.update_bn), or use another normalisation"
+        f"buffers follow the data in each region, and no merge, checkpoint or final.safetensors has them: {listing}. "
+        f"{way} them anew for the merged model: torch.optim.swa_utils.update_bn, or some batches in training mode"
     )
 
 
 def attach_warnings(tensors: ModelTensors, merged_names: Sequence[str]) -> list[str]:
     """Say what of a model and its optimizers will not be merged, though its user may think so."""
-    warnings = [batch_norm_warning(tensors.model, merged_names)]
+    warnings = [statistics_warning(tensors.model, merged_names)]
     if tensors.idle:
         warnings.append(
             f"{_amount(tensors.idle.values())} of the model, such as {next(iter(tensors.idle))!r}, are in no optimizer "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as optimizer_module
 
 from diloco_node.learner.layouts.tensors import local_part
 from diloco_node.learner.tensor_forms import SliceReader, is_constrained, sample_of
@@ -24,6 +26,8 @@ COPY_VALUES_MIN: Final = 16
 """A state with fewer values may look like its parameter by chance."""
 
 _WRITES: Final = attrgetter("_version")
+_FAREST: Final = 1e30
+_STEPS_FILE: Final = optimizer_module.__file__
 
 _State = tuple[str, str, Tensor, Tensor]
 
@@ -166,8 +170,21 @@ class OptimizerRecord:
                     yield name, key, tensor, state
 
 
+def is_inside_step() -> bool:
+    """Whether the step whose hook calls this is one inside another: more than one of torch's frames is on the stack."""
+    frame, count = sys._getframe(), 0
+    while frame.f_back is not None:
+        frame = frame.f_back
+        count += frame.f_code.co_filename == _STEPS_FILE
+    return count > 1
+
+
 def _apart(now: Tensor, before: Tensor) -> Tensor:
-    """Distance in lengths of the values before; 0 of values that are zero: nobody can say how far is far."""
+    """Distance in lengths of the values before; 0 where those are zero or not finite: nobody can say how far is far.
+
+    Values that are huge or NaN now are as far as can be.
+    """
     way = torch.linalg.vector_norm(now - before, dtype=torch.float32)
-    distance: Tensor = way / torch.linalg.vector_norm(before, dtype=torch.float32)
-    return distance.nan_to_num(0.0, posinf=0.0)
+    length = torch.linalg.vector_norm(before, dtype=torch.float32)
+    distance = (way / length).nan_to_num(_FAREST, posinf=_FAREST)
+    return torch.where((length > 0.0) & length.isfinite(), distance, 0.0)

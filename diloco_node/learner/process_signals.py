@@ -151,10 +151,7 @@ class LearnerPlace:
     def take(self) -> None:
         """Be this process's learner. Raises LearnerError: it has one, or is a child of one."""
         pid = os.getpid()
-        number, _, start = os.environ.get(LEARNER_VARIABLE, "").partition(" ")
-        # A child that a shell has started in the background has lost its parent: only the variable tells.
-        is_child = number.isdecimal() and int(number) != pid and _start_of(int(number)) == start != ""
-        is_spawning = getattr(multiprocessing.current_process(), "_inheriting", False)
+        is_child = self._is_child()
         own_start = _start_of(pid)
         # Nothing is waited for from here to the mark: two threads may come at once.
         if LearnerPlace.pid == pid:
@@ -162,7 +159,7 @@ class LearnerPlace:
                 "attach() was called a second time in this process, where the first learner is still at work: close() "
                 "it first. Several models of one loop are attached together, attach([model, criterion], ...)"
             )
-        if is_spawning or is_child:
+        if is_child:
             raise LearnerError(
                 "attach() was called in a child of the learner: a worker that multiprocessing has spawned runs the "
                 "script again. Put what only the learner does under `if __name__ == '__main__':`, and start other "
@@ -171,6 +168,18 @@ class LearnerPlace:
         LearnerPlace.pid = self._pid = pid
         os.environ[LEARNER_VARIABLE] = f"{pid} {own_start}"
         die_with_supervisor()
+
+    @staticmethod
+    def _is_child() -> bool:
+        number, _, start = os.environ.get(LEARNER_VARIABLE, "").partition(" ")
+        # A child that a shell has started in the background has lost its parent: only the variable tells.
+        is_below = number.isdecimal() and int(number) != os.getpid() and _start_of(int(number)) == start != ""
+        return is_below or getattr(multiprocessing.current_process(), "_inheriting", False)
+
+    @classmethod
+    def is_free(cls) -> bool:
+        """Whether this process is no learner, and no child of one."""
+        return cls.pid is None and not cls._is_child()
 
     @property
     def is_forked(self) -> bool:

@@ -12,6 +12,9 @@ STILL_STEPS: Final = 64
 
 RATIO_MAX: Final = 1.5
 
+UNTOLD_MAX: Final = 256
+"""A critic may train for a hundred steps and more before the first one that is told."""
+
 
 class StepCounts:
     """Counts of steps; a loop whose counts are others is told once.
@@ -19,16 +22,32 @@ class StepCounts:
     warn: tells people.
 
     Attributes:
-        told: steps that the loop told. steps: of all optimizers, also of those that are gone. moves: those of them that
-            wrote to a tensor.
+        told: steps that the loop told. has_stepped: an optimizer has made a step since then. moves: steps of all
+            optimizers that wrote to a tensor, also of those that are gone.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
-        self.told = self.steps = self.moves = 0
+        self.told = self.moves = 0
+        self.has_stepped = False
         self._warn = warn
         # By the last multiple of STILL_STEPS that were told.
-        self._moves_before = self._steps_before = 0
+        self._moves_before = 0
+        # Of all optimizers since the last that was told.
+        self._untold = 0
+        # Told since then, with steps of an optimizer. One may be around another, and several may train in turns.
+        self._real = 0
         self._has_warned = False
+
+    def stepped(self) -> None:
+        """An optimizer has made a step."""
+        self.has_stepped = True
+        self._untold += 1
+        if self._untold == UNTOLD_MAX and not self._has_warned:
+            self._has_warned = True
+            self._warn(
+                f"the optimizers made {UNTOLD_MAX} steps, and the loop told of none of them: they count for nothing, "
+                'and nothing is merged meanwhile. Call step() after each optimizer.step(), or attach(..., step="auto")'
+            )
 
     def tell(self, records: Iterable[OptimizerRecord]) -> bool:
         """Count a step that the loop tells; whether no optimizer wrote in the last STILL_STEPS of them.
@@ -37,14 +56,16 @@ class StepCounts:
         with the fewest steps makes one for each that is told.
         """
         self.told += 1
+        self._real += self.has_stepped
+        self.has_stepped, self._untold = False, 0
         if self.told % STILL_STEPS:
             return False
         counts = [count for record in records if (count := record.take_steps())]
         is_still, self._moves_before = self.moves == self._moves_before, self.moves
-        steps, self._steps_before = self.steps - self._steps_before, self.steps
+        real, self._real = self._real, 0
         if counts and not self._has_warned and self.told > STILL_STEPS:
-            if 2 * steps <= STILL_STEPS:
-                self._tell_count(steps, "many")
+            if 2 * max(real, *counts) <= STILL_STEPS:
+                self._tell_count(real, "many")
             elif min(counts) >= RATIO_MAX * STILL_STEPS:
                 self._tell_count(min(counts), "few")
         return is_still

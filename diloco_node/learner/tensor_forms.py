@@ -27,6 +27,12 @@ REMEDY: Final = (
     "begin a new run: run.init takes the weights of this one"
 )
 
+LOADED: Final = (
+    "Load weights, and bring them within their constraints, before attach(). A script that goes back to older weights "
+    "by itself leaves that out: the learner's next start takes the merged ones, also after a spike with [learner] "
+    'on_spike = "rollback". The whole run goes back as a new one, with run.init = "FOLDER@VERSION"'
+)
+
 _FORM: Final = attrgetter("dtype", "shape")
 _PLACE: Final = methodcaller("data_ptr")
 _COUNT: Final = methodcaller("numel")

@@ -20,6 +20,9 @@ STEPS_MIN: Final = 8
 
 RATIO_MAX: Final = 1.5
 
+ZERO_STEPS: Final = 64
+"""Some steps may train on nothing but padding."""
+
 STEP_TOKENS_MAX: Final = 1 << 40
 """Tokens of a rank in one step: thousands of times the largest batches. A run could not count many more."""
 
@@ -55,13 +58,19 @@ class TokenCheck:
         self._counts = [count for count in counts if isinstance(count, TokenCount)]
         self._steps = self._tokens = 0
 
-    def step(self, tokens: int, *, ranks: int, warn: Callable[[str], None]) -> None:
-        """Take what the loop tells of a step; warn once if it is too much.
+    def step(self, tokens: int, *, total: int, ranks: int, warn: Callable[[str], None]) -> None:
+        """Take what the loop tells of a step; warn once if it is too much, or nothing.
 
-        ranks: of the region. warn: shows the text in the log, and in the region's status where there is a daemon.
+        total: that all ranks told so far. ranks: of the region. warn: shows the text in the log, and in the region's
+        status where there is a daemon.
         """
         self._steps += 1
         self._tokens += tokens
+        if self._steps == ZERO_STEPS and not total:
+            warn(
+                f"step(tokens=0) was told {ZERO_STEPS} times, and work without tokens has no weight in a merge: give "
+                "the tokens of the batch, or its samples"
+            )
         count = sum(count.tokens for count in self._counts)
         if self._steps < STEPS_MIN or not count or self._tokens <= RATIO_MAX * count:
             return

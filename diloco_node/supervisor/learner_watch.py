@@ -203,12 +203,15 @@ class LearnerWatch:
             self.reason = "a signal from outside asked it to stop, and the run goes on"
             return True
         has_attached = place != self.old_place
+        fault = place.fault if code == 0 and place is not None and has_attached else ""
         is_early = code == 0 and place is not None and not has_attached
         self._early_ends = self._early_ends + 1 if is_early else 0
         self.reason = f"{_in_words(code)} after {lived_s:.1f} s"
-        if code == 0:  # a handler of the script's, while it still imported?
+        if fault:
+            last_line = f"its script hides an error: {fault}"
+        elif code == 0:  # a handler of the script's, while it still imported?
             last_line = "it ended before attach()" + ", which the life before it had called" * is_early
-        if code == 0 and (not is_early or self._early_ends > 1):  # twice: it has found its own result
+        if code == 0 and not fault and (not is_early or self._early_ends > 1):  # twice: it has found its own result
             self.state, self.reason = "done", "" if has_attached else last_line
             return False
         if memory_kills > self._memory_kills:

@@ -317,8 +317,9 @@ class _Supervisor:
 
     def _child_exited(self, child: Child, code: int) -> int | None:
         lived_s = child.ended()
-        exit_text = f"{child.name} exited, code={code} after {lived_s:.1f} s{self._loss(child) if code else ''}"
         place = self._place()
+        has_fault = bool(code) or (place is not None and bool(place.fault))
+        exit_text = f"{child.name} exited, code={code} after {lived_s:.1f} s{self._loss(child) if has_fault else ''}"
         if child is self._learner and place is not None and place != self._watch.old_place and place.has_left:
             self._has_failed = code != 0
         if self._over_s is not None:
@@ -351,7 +352,7 @@ class _Supervisor:
                 return None
         counters = self._memory.contents(COUNTERS_AREA) or b""
         has_stepped = counters != self._counters and any(counters)  # zeros are a new area
-        ran_well = child is self._learner and has_stepped and (not code or -code in FROM_OUTSIDE)
+        ran_well = child is self._learner and has_stepped and (not has_fault or -code in FROM_OUTSIDE)
         wait_s = child.schedule_restart(lived_s, ran_well=ran_well)
         self.say(f"{exit_text}: starting again in {wait_s:.1f} s")
         return None

@@ -71,7 +71,7 @@ def test_first_learner_gives_theta_0_and_is_told_where_it_is(folder: Path) -> No
 def test_statistics_that_stay_in_their_region_are_told_of(folder: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     with FakeDaemon(folder) as daemon, diloco_node.attach(model):
-        assert "batch normalisation (1)" in daemon.wait_for(Warned).text
+        assert "2 of BatchNorm1d, such as '1.running_mean'" in daemon.wait_for(Warned).text
     with FakeDaemon(folder) as daemon:
         with diloco_node.attach(model, buffers=("1.running_*",)):
             pass

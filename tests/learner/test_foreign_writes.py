@@ -217,3 +217,108 @@ def test_a_loop_that_catches_all_exceptions_merges_nothing_that_was_refused(fold
     assert len(caught) >= 14, "it is refused again at each step"
     assert all("were changed between two steps" in text for text in caught)
     assert diloco.steps <= 6
+
+
+@pytest.mark.parametrize("width", [8, 2])
+def test_an_embedding_with_a_greatest_norm_is_shortened_by_its_own_forward_pass(folder: Path, width: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, width, max_norm=1.0), nn.Linear(width, 64), nn.Linear(64, 64))
+    optimizer = make(model)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(torch.randint(0, 50, (16,))).square().mean().backward()
+            optimizer.step()
+            arrive(model)
+            diloco.step(tokens=16)
+
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        steps(3)
+        daemon.commit(0, daemon.theta[0] + 0.01, -1)
+        diloco.settle(0.1)
+        steps(9)
+        model(torch.randint(0, 50, (50,)))
+        diloco.close()
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
+
+
+def test_a_load_of_an_embedding_with_a_greatest_norm_is_refused(folder: Path) -> None:
+    model = nn.Sequential(nn.Embedding(200, 8, max_norm=1.0), nn.Linear(8, 8))
+    optimizer = make(model)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        for number in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(200)).square().mean().backward()
+            if number == 2:
+                with torch.no_grad():
+                    model[0].weight.copy_(torch.randn(200, 8))  # type: ignore[operator]
+                with pytest.raises(LearnerError, match=r"'0\.weight', and others, were changed between two steps"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+                diloco.step(tokens=16)
+
+
+@pytest.mark.parametrize("value", [1e30, float("inf"), float("nan")])
+def test_memory_without_values_is_a_load_whatever_is_in_it(folder: Path, value: float) -> None:
+    """As `to_empty` leaves it: no distance from there is a number."""
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, 2)
+        model[1].weight.data = torch.full((8, 8), value)
+        with pytest.raises(LearnerError, match=r"'1\.weight', and others, were changed between two steps"):
+            train(model, optimizer, diloco, 2)
+
+
+def _normalize(model: nn.Module) -> None:
+    with torch.no_grad():
+        for weight in (parameter for parameter in model.parameters() if parameter.dim() > 1):
+            weight.div_(weight.norm(dim=1, keepdim=True))
+
+
+def test_weights_of_length_one_are_refused_until_they_are_so_before_attach(folder: Path) -> None:
+    for is_first in (False, True):
+        model = net()
+        if is_first:
+            _normalize(model)
+        optimizer = make(model)
+        with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+            train(model, optimizer, diloco)
+            for number in range(20):
+                _normalize(model)
+                if not is_first:
+                    with pytest.raises(LearnerError, match=r"bring them within their constraints, before attach\(\)"):
+                        train(model, optimizer, diloco)
+                    break
+                train(model, optimizer, diloco)
+                if number == 10:
+                    for fragment, theta in enumerate(daemon.theta):
+                        daemon.commit(fragment, theta + 1e-3, -1)
+                    diloco.settle(0.1)
+        if is_first:
+            assert len([message for message in daemon.said if isinstance(message, Warned)]) == 1
+
+
+def test_a_script_that_goes_back_by_itself_goes_on_from_the_merged_weights_when_it_does_not(folder: Path) -> None:
+    model = net()
+    optimizer = make(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(model, optimizer) as diloco:
+            train(model, optimizer, diloco, 40)
+            for fragment, theta in enumerate(daemon.theta):
+                daemon.commit(fragment, theta + 0.5, -1)
+            diloco.settle(0.1)
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), before, strict=True):
+                    parameter.copy_(value)
+            with pytest.raises(LearnerError, match="the learner's next start takes the merged ones"):
+                train(model, optimizer, diloco)
+        optimizer = make(model := net(3))
+        with diloco_node.attach(model, optimizer) as diloco:
+            values = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).sort().values
+            merged = torch.cat([torch.from_numpy(theta) for theta in daemon.theta]).sort().values
+            assert torch.equal(values.cpu(), merged)
+            train(model, optimizer, diloco, 3)

@@ -1,18 +1,116 @@
-"""Running statistics that no merge includes are said at attach."""
+"""Buffers that follow the data, and that no merge includes, are named once: at attach, with what to do."""
 
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
 from torch import nn
 
-from diloco_node.learner.omissions import batch_norm_warning
+import diloco_node
+from diloco_node.errors import LearnerError
+from diloco_node.learner.omissions import statistics_warning
+from diloco_node.wire.learner_link import Done, Warned
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.watched_model import make, net, train
 
 
-def test_batch_normalisation_is_named_with_what_to_do() -> None:
+def test_batch_normalisation_is_named_with_counts_and_what_to_do() -> None:
     model = nn.Sequential(nn.Linear(4, 4), *(nn.BatchNorm1d(4) for _ in range(5)))
-    text = batch_norm_warning(model, ["0.weight"])
-    assert "(1, 2, 3 and 2 more)" in text
+    text = statistics_warning(model, ["0.weight"])
+    assert "10 of BatchNorm1d, such as '1.running_mean'. attach(buffers=['*running_mean', '*running_var'])" in text
     assert "update_bn" in text
 
 
 def test_nothing_is_said_where_nothing_is_left_out() -> None:
-    assert batch_norm_warning(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), []) == ""
-    assert batch_norm_warning(nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)), []) == ""
-    assert batch_norm_warning(nn.Sequential(nn.BatchNorm1d(4)), ["0.running_mean", "0.running_var"]) == ""
+    assert statistics_warning(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), []) == ""
+    assert statistics_warning(nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)), []) == ""
+    assert statistics_warning(nn.Sequential(nn.BatchNorm1d(4)), ["0.running_mean", "0.running_var"]) == ""
+
+
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_directions_have_no_mean(norm: object) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    norm(model[0])  # type: ignore[operator]
+    text = statistics_warning(model, [])
+    assert ": 2 of " in text
+    assert "attach(buffers" not in text
+    assert "Make them anew for the merged model" in text
+
+
+def normalised() -> nn.Sequential:
+    model = net()
+    return nn.Sequential(model[0], nn.BatchNorm1d(8), *model[1:])
+
+
+def quantised() -> nn.Sequential:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
+
+        model = net()
+        model.qconfig = get_default_qat_qconfig("x86")  # type: ignore[assignment]
+        model = prepare_qat(model.train())
+    model(torch.randn(4, 6))
+    return model
+
+
+@pytest.mark.no_device("quantisation is for the host")
+@pytest.mark.parametrize(
+    ("build", "patterns", "count"),
+    [
+        (normalised, ["*running_mean", "*running_var"], "2 of BatchNorm1d"),
+        (quantised, ["*min_val", "*max_val"], "6 of MovingAverageMinMaxObserver"),
+    ],
+)
+def test_what_attach_has_named_is_named_once_and_what_it_offers_merges_it(
+    folder: Path, build: Callable[[], nn.Sequential], patterns: list[str], count: str
+) -> None:
+    model = build()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(model, optimizer) as diloco:
+            for _ in range(4):
+                train(model, optimizer, diloco, 3)
+                diloco.checkpoint()
+        daemon.wait_for(Done)
+        (text,) = [message.text for message in daemon.said if isinstance(message, Warned)]
+        assert count in text
+        assert f"attach(buffers={patterns})" in text
+    model = build()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(model, optimizer, buffers=patterns) as diloco:
+            train(model, optimizer, diloco, 3)
+            diloco.checkpoint()
+            for fragment, theta in enumerate(daemon.theta):
+                daemon.commit(fragment, theta + 0.25, -1)
+            diloco.settle(0.2)
+            buffers, count = dict(model.named_buffers()), 0
+            for theta, fragment in zip(daemon.theta, daemon.manifest.fragments, strict=True):  # type: ignore[union-attr]
+                for piece in fragment.pieces:
+                    if piece.name in buffers:
+                        values = diloco.global_state_dict()[piece.name].reshape(-1)
+                        size = piece.value_stop - piece.value_start
+                        part = torch.from_numpy(theta[piece.offset : piece.offset + size])
+                        assert torch.equal(values[piece.value_start : piece.value_stop], part)
+                        count += 1
+            assert count >= len(patterns)
+        daemon.wait_for(Done)
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
+
+
+def test_a_buffer_without_a_mean_is_refused_with_what_to_do(folder: Path) -> None:
+    model = normalised()
+    with pytest.raises(LearnerError, match=r"num_batches_tracked' has type torch.int64.*leave it out of attach"):
+        diloco_node.attach(model, make(model), buffers=["*"])
+
+
+def test_observers_without_values_are_no_beginning(folder: Path) -> None:
+    model = net()
+    model.register_buffer("min_val", torch.tensor(float("inf")))
+    with FakeDaemon(folder), pytest.raises(LearnerError, match=r"in 'min_val'.*once a batch went through"):
+        diloco_node.attach(model, make(model), buffers=["min_val"])

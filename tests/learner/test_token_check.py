@@ -7,7 +7,7 @@ import torch
 
 from diloco_node.health.alerts import TOKENS_TOLD
 from diloco_node.integrations.loader import EndlessLoader
-from diloco_node.learner.token_check import STEPS_MIN, TokenCheck
+from diloco_node.learner.token_check import STEPS_MIN, ZERO_STEPS, TokenCheck
 
 BATCH = {"input_ids": torch.zeros(4, 64, dtype=torch.int64), "weights": torch.zeros(4)}
 
@@ -17,7 +17,7 @@ def warnings_of(tokens_per_step: int, *, batch: Any = BATCH, ranks: int = 4, ste
     loader = EndlessLoader(lambda _: [batch] * 5)  # type: ignore[arg-type, return-value]
     check, texts = TokenCheck([{"other": 1}, loader]), []
     for _, _ in zip(range(steps), loader, strict=False):
-        check.step(tokens_per_step, ranks=ranks, warn=texts.append)
+        check.step(tokens_per_step, total=tokens_per_step, ranks=ranks, warn=texts.append)
     return texts
 
 
@@ -55,9 +55,19 @@ def test_where_batches_hold_no_token_ids_nothing_is_said(batch: Any) -> None:
     assert warnings_of(10**9, batch=batch) == []
 
 
+def test_a_loop_that_counts_nothing_is_told_once() -> None:
+    texts: list[str] = []
+    for total in (0, 7):  # another rank may count for all
+        check = TokenCheck([object()])
+        for _ in range(3 * ZERO_STEPS):
+            check.step(0, total=total, ranks=2, warn=texts.append)
+    (text,) = texts
+    assert text.startswith(f"step(tokens=0) was told {ZERO_STEPS} times, and work without tokens has no weight")
+
+
 def test_without_a_loader_nothing_is_known() -> None:
     texts: list[str] = []
     check = TokenCheck([object()])
     for _ in range(2 * STEPS_MIN):
-        check.step(10**9, ranks=1, warn=texts.append)
+        check.step(10**9, total=10**9, ranks=1, warn=texts.append)
     assert texts == []

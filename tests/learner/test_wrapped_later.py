@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import diloco_node
 from diloco_node.errors import LearnerError
-from diloco_node.learner.step_counts import STILL_STEPS
+from diloco_node.learner.step_counts import STILL_STEPS, UNTOLD_MAX
 from diloco_node.wire.learner_link import Done, OfferApplied, Warned
 from tests.kit.fake_daemon import FakeDaemon
 
@@ -272,3 +272,21 @@ def test_an_optimizer_that_is_made_anew_in_mid_run_has_made_its_steps(folder: Pa
                 diloco.step(tokens=4)
         daemon.wait_for(Done)
         assert not [message.text for message in daemon.said if isinstance(message, Warned) and "steps" in message.text]
+
+
+def test_steps_of_which_none_is_told_are_named_once(folder: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(model, optimizer, checkpoint_every_s=0):
+            for _ in range(UNTOLD_MAX - 1):
+                backward(model, torch.randn(4, 6))
+                optimizer.step()
+            assert warnings_of(daemon) == []
+            for _ in range(UNTOLD_MAX + 1):
+                optimizer.step()
+        daemon.wait_for(Done)
+        (text,) = warnings_of(daemon)
+        assert re.match(
+            rf"the optimizers made {UNTOLD_MAX} steps, and the loop told of none of them.*Call step\(\)", text
+        )

@@ -206,6 +206,22 @@ def test_one_that_was_asked_to_stop_from_outside_is_not_done() -> None:
     assert not watch.ended(0, lived_s=5.0, now_s=11, place=PlaceMark(8, step=9)), "this life ended by itself"
 
 
+def test_one_whose_script_hides_a_refusal_has_crashed_whatever_its_exit_code() -> None:
+    watch, place = running(), PlaceMark(7, step=3, fault="LearnerError: weights were loaded")
+    assert watch.ended(0, lived_s=5.0, now_s=5, place=place)
+    assert (watch.state, watch.crashes) == ("waiting", 1)
+    assert watch.reason == "exit code 0 after 5.0 s: its script hides an error: LearnerError: weights were loaded"
+    watch.started(None, now_s=6, place=place)
+    assert watch.ended(0, lived_s=1.0, now_s=7, place=place), "this life has not attached"
+    assert watch.crashes == 2
+    for life in range(8):
+        watch.started(None, now_s=10 + life)
+        goes_on = watch.ended(0, lived_s=0.5, now_s=10 + life, place=PlaceMark(8 + life, fault="LearnerError: no"))
+        assert goes_on is (life < 7)
+    assert watch.state == "stopped"
+    assert "the last time: exit code 0 after 0.5 s: its script hides an error: LearnerError: no" in watch.reason
+
+
 def test_one_that_ends_before_it_attaches_though_the_life_before_did_is_believed_the_second_time() -> None:
     watch, place = running(), PlaceMark(7, step=3)
     watch.ended(-9, lived_s=5.0, now_s=5, place=place)

@@ -466,7 +466,7 @@ def _check(name: str, parameter: Tensor) -> None:
     if parameter.dtype not in DTYPES:
         raise LearnerError(
             f"parameter {name!r} has type {parameter.dtype}: only float32, bfloat16 and float16 can be merged; "
-            "freeze it (requires_grad=False) or convert it"
+            "freeze it (requires_grad=False), convert it, or leave it out of attach(buffers=)"
         )
     if parameter.layout != torch.strided:
         raise LearnerError(f"parameter {name!r} has layout {parameter.layout}: only dense tensors can be merged")

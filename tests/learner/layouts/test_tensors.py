@@ -14,7 +14,7 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.names import unwrap
 from diloco_node.learner.layouts.shard_map import Box, LocalFragment, whole_map
 from diloco_node.learner.layouts.tensors import ModelTensors, memory_of
-from diloco_node.learner.omissions import batch_norm_warning
+from diloco_node.learner.omissions import statistics_warning
 from diloco_node.learner.pull_back import STEPS
 from diloco_node.learner.revert import LOOKS_MAX, VERSIONS_REVERTED, RevertCheck
 from diloco_node.learner.tensor_forms import check_not_replaced
@@ -438,7 +438,7 @@ def test_names_and_states_are_those_without_wrappers_at_every_level() -> None:
     assert tensors.specs == expected.specs
     assert not tensors.unknown
     check_not_replaced(tensors)
-    assert "running" not in batch_norm_warning(tensors.model, [spec.name for spec in tensors.specs])
+    assert "running_mean" not in statistics_warning(tensors.model, [spec.name for spec in tensors.specs])
     own = tensors.host_state(is_whole=True, is_kept=True)
     assert list(own) == list(plain.state_dict())
     assert all(torch.equal(own[name], value.cpu()) for name, value in plain.state_dict().items())

@@ -1,0 +1,100 @@
+"""Refusals that a script catches, before it ends with exit code 0: the supervisor reads of them all the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import diloco_node
+from diloco_node.errors import ConfigError, LearnerError
+from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.watched_model import load, make, net, train
+
+
+def mark_of(folder: Path) -> PlaceMark | None:
+    """What the supervisor reads."""
+    return PlaceMark.decode(request_area(folder / "memory.sock", PLACE_AREA, PLACE_BYTES)[:])
+
+
+def hide_in_the_loop(model: nn.Module, optimizer: torch.optim.Optimizer, diloco: diloco_node.Diloco) -> None:
+    for _ in range(3):
+        with contextlib.suppress(Exception):
+            train(model, optimizer, diloco)
+    diloco.close()
+
+
+def hide_outside_of_the_block(model: nn.Module, optimizer: torch.optim.Optimizer, diloco: diloco_node.Diloco) -> None:
+    with contextlib.suppress(Exception), diloco:
+        train(model, optimizer, diloco)
+
+
+def hide_and_never_close(model: nn.Module, optimizer: torch.optim.Optimizer, diloco: diloco_node.Diloco) -> None:
+    with contextlib.suppress(Exception):
+        train(model, optimizer, diloco)
+    with contextlib.suppress(Exception):
+        diloco.busy("evaluation").__enter__()
+
+
+@pytest.mark.parametrize("hide", [hide_in_the_loop, hide_outside_of_the_block, hide_and_never_close])
+def test_a_refusal_that_a_script_hides_is_in_its_last_mark(folder: Path, hide: Callable[..., None]) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder):
+        diloco = diloco_node.attach(model, optimizer)
+        train(model, optimizer, diloco, 3)
+        assert (before := mark_of(folder)) is not None
+        assert not before.fault
+        load(model)
+        hide(model, optimizer, diloco)
+        mark = mark_of(folder)
+        diloco.close()
+        assert mark is not None
+        assert mark.fault.startswith("LearnerError: '0.weight', and others, were changed between two steps")
+        assert not mark.has_left
+        optimizer = make(model := net())
+        with diloco_node.attach(model, optimizer) as diloco:
+            train(model, optimizer, diloco)
+        assert (last := mark_of(folder)) is not None
+        assert (last.fault, last.has_left) == ("", True), "another attach() is another beginning"
+
+
+def test_an_exception_of_the_scripts_own_that_it_catches_is_its_own_affair(folder: Path) -> None:
+    model = net()
+    optimizer = make(model)
+    with FakeDaemon(folder):
+        with contextlib.suppress(ValueError), diloco_node.attach(model, optimizer) as diloco:
+            train(model, optimizer, diloco)
+            raise ValueError("the loss is flat")
+        assert (mark := mark_of(folder)) is not None
+        assert not mark.fault
+
+
+def test_a_refusal_by_attach_is_noted_and_that_of_a_second_learner_is_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = net()
+    with contextlib.suppress(Exception):
+        diloco_node.attach(model, torch.optim.LBFGS(model.parameters()))
+    assert (mark := mark_of(folder)) is not None
+    assert mark.fault.startswith("LearnerError: LBFGS can't train in a run")
+    assert "attach() refuses this script: LBFGS can't train in a run" in caplog.text
+    optimizer = make(model)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco)
+        with pytest.raises(LearnerError, match="a second time"):
+            diloco_node.attach(net(), None)
+        assert (mark := mark_of(folder)) is not None
+        assert not mark.fault
+    with pytest.raises(LearnerError, match="LBFGS"):
+        diloco_node.attach(model, torch.optim.LBFGS(model.parameters()))
+    assert (mark := mark_of(folder)) is not None
+    assert (mark.fault, mark.has_left) == ("", True), "it has had its part, and may do what it wants"
+    monkeypatch.setenv("DILOCO_SUPERVISOR", "")
+    with pytest.raises(ConfigError, match="start through"):
+        diloco_node.attach(model)
