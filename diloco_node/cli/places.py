@@ -101,9 +101,9 @@ def region_folder(place: str | None, config: Path | None, *, file: str = ADMIN_P
             candidates = [settings.state_dir(name) for name in (settings.regions if place is None else [place])]
         folders = [folder for folder in candidates if (folder / file).exists()]
         if not folders:
-            stopped = [folder for folder in candidates if (folder / NODE_NAME).exists()]
-            if is_order and stopped:
-                raise PeersUnreachable(f"no daemon runs in {stopped[0]}: {_end_or_remedy(stopped[0])}")
+            homes = [folder for folder in candidates if (folder / NODE_NAME).exists()]
+            if is_order and homes:
+                raise PeersUnreachable(f"no daemon runs in {homes[0]}: {_end_or_remedy(homes[0])}")
             absent = PeersUnreachable if is_order else ConfigError
             raise absent(f"no region of run {settings.run.id} has run here: {candidates[0]} holds no {file}")
     if len(folders) > 1:
