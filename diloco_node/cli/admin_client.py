@@ -106,7 +106,7 @@ def check_answers(documents: Sequence[Mapping[str, Any]]) -> None:
     """Raises PeersUnreachable: none of the regions answers."""
     if all("error" in document for document in documents):
         raise PeersUnreachable(
-            f"none of {len(documents)} regions answers ({documents[0]['error']}); is it running? see logs/daemon.log"
+            f"none of {len(documents)} regions answers ({documents[0]['error']}): start one, or see its logs/daemon.log"
         )
 
 

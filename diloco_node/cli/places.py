@@ -90,20 +90,34 @@ def region_folder(place: str | None, config: Path | None, *, file: str = ADMIN_P
     """Find the state folder of one region. place: None: the only one on this machine. file: the command needs it there.
 
     Raises ConfigError: the place is no region, or several; or no such region has that file here. PeersUnreachable: no
-    such region's daemon has run here.
+    such region's daemon runs here.
     """
+    is_order = file == ADMIN_PORT_NAME
     folders = [] if place is None else folders_with(file, Path(place))
     if not folders:
-        settings = _settings(place, config, file)
-        candidates = [settings.state_dir(name) for name in (settings.regions if place is None else [place])]
+        candidates = folders_with(NODE_NAME, Path(place)) if is_order and place is not None else []
+        if not candidates:
+            settings = _settings(place, config, file)
+            candidates = [settings.state_dir(name) for name in (settings.regions if place is None else [place])]
         folders = [folder for folder in candidates if (folder / file).exists()]
         if not folders:
-            absent = PeersUnreachable if file == ADMIN_PORT_NAME else ConfigError
+            homes = [folder for folder in candidates if (folder / NODE_NAME).exists()]
+            if is_order and homes:
+                raise PeersUnreachable(f"no daemon runs in {homes[0]}: {_end_or_remedy(homes[0])}")
+            absent = PeersUnreachable if is_order else ConfigError
             raise absent(f"no region of run {settings.run.id} has run here: {candidates[0]} holds no {file}")
     if len(folders) > 1:
         names = ", ".join(folder.name for folder in folders)
         raise ConfigError(f"{len(folders)} regions are here ({names}), and this is about one: {CONVENTION}")
     return folders[0].resolve()
+
+
+def _end_or_remedy(folder: Path) -> str:
+    """Say that the run is finished there, or what to do."""
+    from diloco_node.cli.finished import finished_status
+
+    status = finished_status(folder)
+    return status["reason"] if status is not None else "start the region"
 
 
 def run_folder(place: str | None, config: Path | None) -> Path:

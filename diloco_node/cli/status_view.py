@@ -150,8 +150,9 @@ def detail_lines(document: dict[str, Any], width: int | None) -> list[str]:
         round_ = f"fragment {entry.get('fragment', '?')} to version {entry.get('version', '?')}"
         ballot = f" (ballot {entry['ballot']})" if entry.get("ballot") else ""
         lines.append(f"{region}: {round_}{ballot}: {entry.get('reason') or 'open'}")
+    at_stake = section(section(document, "learner"), "at_stake")
     losses = {
-        "an end of the learner would lose": section(section(document, "learner"), "at_stake"),
+        "an end of the learner would lose": at_stake if any(at_stake.values()) else {},
         "the learner's last end lost": section(section(document, "learner_process"), "lost"),
     }
     for words, steps in losses.items():

@@ -107,7 +107,7 @@ class Console:
         limit = f" of {self._settings.steps_max:,}" if self._settings.steps_max else ""
         facts = [
             f"run at step {status['run']['step']:,}{limit}",
-            f"learner at {learner.get('step', 0):,}",
+            f"learner at {status.get('inner_steps', 0):,}",
             f"loss {learner['loss']:.4g}" if learner.get("loss") is not None else "",
             f"{rate:,.0f} tokens/s" if rate is not None else "",
             f"{rounds:,} rounds, {(rounds - self._rounds) / minutes:.1f} a minute",

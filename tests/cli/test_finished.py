@@ -89,6 +89,22 @@ def test_regions_that_have_not_finished_do_not_answer(tmp_path: Path, capsys: py
     assert [(region["region"], region.get("state")) for region in document] == [("eu", "finished")]
 
 
+@pytest.mark.parametrize("place", ["us", "state/us"])
+def test_an_order_to_a_region_without_a_daemon_says_whether_it_is_finished_or_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    folder = tmp_path / "state" / "us"
+    folder.mkdir(parents=True)
+    (folder / NODE_NAME).write_text("{}")
+    assert main(["finish", place]) == 5
+    assert "no daemon runs in state/us: start the region" in " ".join(capsys.readouterr().err.split())
+    finished_region(folder)
+    assert main(["finish", place]) == 5
+    text = " ".join(capsys.readouterr().err.split())
+    assert "no daemon runs in state/us: finished: the median learner made 400 of 400 steps; since 2025-11-26T" in text
+    assert f"the model is {folder / FINAL_NAME}" in text
+
+
 def _json(capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["status", "--json", "state"]) == 0
     return capsys.readouterr().out

@@ -259,6 +259,8 @@ def test_details_name_open_rounds_and_the_last_alarm() -> None:
         "eu: 7 alarms, the last: digest differs",
     ]
     assert detail_lines({"region": "eu", "peers": None}, None) == []
+    none = {"unsaved_steps": 0, "unmerged_steps": 0}
+    assert detail_lines({"region": "eu", "learner": {"at_stake": none}}, None) == [], "nothing is at stake"
 
 
 def test_alerts_are_shown_with_what_helps() -> None:

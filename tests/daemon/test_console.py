@@ -32,8 +32,8 @@ def test_a_run_from_joining_to_the_final_model(console: Console, tmp_path: Path)
     assert console.look({"state": "starting"}, "waits for the learner", now_s=1.0) == []
     assert console.look(status(), "", now_s=2.0) == ["joined run try: 3 regions, follows eu; trains"]
     assert [console.look(status(), "", now_s=2.0 + second) for second in range(1, int(PACE_S))] == [[]] * 59
-    learner = {"step": 1204, "loss": 2.3456789, "current_tokens_per_second": 12_345.6}
-    assert console.look(status(learner=learner, rounds_committed=48), "", now_s=2.0 + 2 * PACE_S) == [
+    learner = {"step": 204, "loss": 2.3456789, "current_tokens_per_second": 12_345.6}
+    assert console.look(status(learner=learner, inner_steps=1204, rounds_committed=48), "", now_s=2.0 + 2 * PACE_S) == [
         "run at step 1,100 of 20,000, learner at 1,204, loss 2.346, 12,346 tokens/s, 48 rounds, 24.0 a minute"
     ]
     (line,) = console.look(status(rounds_committed=50), "", now_s=2.0 + 3 * PACE_S)

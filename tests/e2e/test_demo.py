@@ -94,7 +94,9 @@ def test_a_demo_that_is_interrupted_says_where_it_lies_and_leaves_no_process(tmp
         finally:
             demo.kill()
     assert started
-    assert f"diloco-node: interrupted; what there is lies in {tmp_path / 'run'}\n" in said
+    folder = tmp_path / "run"
+    way_on = f"To go on, for each region: diloco-node start --config {folder / 'run.toml'} --region NAME\n"
+    assert f"diloco-node: interrupted; what there is lies in {folder}. {way_on}" in said
     assert demo.returncode == INTERRUPTED_CODE
     assert [one for one in supervisors.values() if one is not None and is_alive(one)] == []
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime as dt
 import json
+import shlex
 import signal
 import sys
 import time
@@ -126,7 +127,10 @@ def run_demo(options: DemoOptions) -> int:
         raise ConfigError(f"--data {missing[0]} does not exist; give files or folders of text")
     folder = options.folder or Path("runs") / f"demo-{dt.datetime.now().strftime('%Y%m%d-%H%M%S')}"
     if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"--folder {folder} is not empty; name a new one")
+        raise ConfigError(
+            f"--folder {folder} is not empty; name a new one. The regions of an interrupted demo go on by "
+            f"`diloco-node start --config {folder / 'run.toml'} --region NAME`"
+        )
     return asyncio.run(Demo(options, folder).run())
 
 
@@ -186,7 +190,7 @@ class Demo:
                 if self.wan is not None:
                     await self.wan.down()
         if self.interrupted.is_set():
-            sys.stderr.write(f"diloco-node: interrupted; what there is lies in {self.folder}\n")
+            sys.stderr.write(f"diloco-node: interrupted; {self._way_on()}\n")
             return INTERRUPTED_CODE
         report = build_report(
             self.folder,
@@ -289,6 +293,16 @@ class Demo:
             await self.watch(view, trains_s, until=lambda: self.is_trained(trains_s), limit_s=None)
         if not self.interrupted.is_set():
             await self.finish(view, trains_s)
+
+    def _way_on(self) -> str:
+        """Say where an interrupted demo lies, and how its regions go on."""
+        if self.wan is not None or not (self.folder / "run.toml").exists():
+            return f"what there is lies in {self.folder}"
+        command = f" -- {shlex.join(self.options.command)}" if self.options.command else ""
+        return (
+            f"what there is lies in {self.folder}. To go on, for each region: "
+            f"diloco-node start --config {self.folder / 'run.toml'} --region NAME{command}"
+        )
 
     def is_trained(self, trains_s: float) -> bool:
         """The time is over and orders are done; or so much is merged that a storm must end: the run ends by itself."""
