@@ -143,3 +143,47 @@ def test_an_extended_run_is_not_over(tmp_path: Path) -> None:
     record = read_run_record(folder)
     assert record is not None
     assert record.finished is None
+
+
+ORDERS = (
+    ("members", "list"),
+    ("members", "promote", "eu"),
+    ("drain",),
+    ("finish",),
+    ("quarantine", "add", "eu"),
+    ("config", "set", "rounds.sync_every=32"),
+    ("budget", "show"),
+)
+
+
+@pytest.mark.parametrize("words", ORDERS)
+@pytest.mark.parametrize("place", ["us", "state/us"])
+@pytest.mark.parametrize("has_died", [False, True])
+def test_an_order_says_that_the_run_is_over_and_how_it_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], place: str, has_died: bool
+) -> None:
+    folder = finished_region(tmp_path / "state" / "us")
+    if has_died:
+        (folder / ADMIN_PORT_NAME).write_text("1\n")
+    assert main([*words, place]) == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert "us takes no orders: its run is over (finished: the median learner made 400 of 400 steps; since" in text
+    assert "raise run.steps or run.tokens in run.toml, and start its regions" in text
+
+
+@pytest.mark.parametrize("words", ORDERS)
+@pytest.mark.parametrize("place", ["us", "state/us"])
+@pytest.mark.parametrize("has_died", [False, True])
+def test_an_order_to_a_region_that_is_down_says_how_it_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], place: str, has_died: bool
+) -> None:
+    folder = tmp_path / "state" / "us"
+    begin_run(folder, "new", REGIONS)
+    (folder / NODE_NAME).write_text("{}")
+    if has_died:
+        (folder / ADMIN_PORT_NAME).write_text("1\n")
+    assert main([*words, place]) == 5
+    text = " ".join(capsys.readouterr().err.split())
+    assert "the daemon of us does not run, or does not answer: " in text
+    assert "`diloco-node start --region us` starts it; " in text
+    assert "state/us/logs/daemon.log says why it ended" in text
