@@ -179,7 +179,7 @@ class Node:
             spec,
             certificate=self.transport.credentials.document,
             cosines=self.effects.stripes.cosines,
-            refused=self.effects.disk.writes.refused,
+            refusals=self.effects.disk.writes.summary,
             now_ns=now_ns,
         )
         self.pump = Pump(self.core, self.effects.perform, now_ns, on_fault=runtime.end, observe=self._observe)

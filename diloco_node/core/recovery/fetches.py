@@ -131,8 +131,8 @@ class Fetches:
         cause = f"{peer} could not send it: {reason}"
         if reason in GONE:
             # Usual while the ledger catches up: what it names by now is older than what its senders keep.
-            what = "state" if current.body is None else "payload"
-            cause = f"{peer} does not have this {what}: another region is asked, or a newer state is fetched instead"
+            kind = "state" if current.body is None else "payload"
+            cause = f"{peer} does not have this {kind}: another region is asked, or a newer state is fetched instead"
         self._effects.note("fetch", cause, fragment=fragment, version=current.version)
         if set(current.failed) >= set(self._others):
             current.failed.clear()

@@ -35,7 +35,7 @@ def wall_clock_s() -> float:
 class RunFacts:
     """Made with the node; give `observe` to its pump. Every few seconds call `mark`, and `look` in a thread.
 
-    certificate: the region's (`Credentials.document`). refused: what the disk does not take now. cosines: see
+    certificate: the region's (`Credentials.document`). refusals: what the disk does not take now. cosines: see
     `Standings`.
 
     Attributes:
@@ -49,13 +49,13 @@ class RunFacts:
         *,
         certificate: Callable[[], dict[str, Any]],
         cosines: Mapping[str, Sequence[float]],
-        refused: Callable[[], str],
+        refusals: Callable[[], str],
         now_ns: Callable[[], int],
     ) -> None:
         self._core = core
         self._spec = spec
         self._certificate = certificate
-        self._refused = refused
+        self._refusals = refusals
         self._now_ns = now_ns
         self._part = SlidingRate(ETA_WINDOW_S)
         self._begun_ns = now_ns()
@@ -114,7 +114,7 @@ class RunFacts:
             "commit_age_seconds": self.rounds.commit_age_s(),
             "usual_commit_seconds": self.rounds.usual_commit_s(),
             "state_dir": str(self._spec.state_dir.resolve()),
-            "disk": {**self._disk, "refused": self._refused()},
+            "disk": {**self._disk, "refused": self._refusals()},
             "machine": {"late_seconds": self._core.liveness.late_ns / NS_PER_S, "cpu_pressure_percent": self._pressure},
             "certificate": self._certificate(),
             "learner_warning": self._warning(learner.facts),

@@ -20,7 +20,7 @@ STORAGE_RETRIES_SILENT: Final = 30
 """The alarm is repeated after so many tries."""
 
 REFUSALS_SHOWN: Final = 3
-"""Of a full disk: many payloads wait then, for the same reason."""
+"""Writes that the status names: on a full disk many payloads wait, for the same reason."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class DiskWrites:
     note: Callable[[Note], None]
     refusals: dict[str, str] = field(default_factory=dict, init=False)
 
-    def refused(self) -> str:
+    def summary(self) -> str:
         """Say what the disk does not take at this moment, from the longest wait on; empty: nothing."""
         texts = [f"{subject}: {why}" for subject, why in self.refusals.items()]
         more = len(texts) - REFUSALS_SHOWN

@@ -24,7 +24,7 @@ async def test_a_full_disk_is_one_alarm_and_one_line_however_much_waits(monkeypa
             raise StorageError("the disk is full")
         return "written"
 
-    assert writes.refused() == ""
+    assert writes.summary() == ""
     with ThreadPoolExecutor(1) as executor:
         tasks = [
             asyncio.create_task(writes.until_written(f"payload {number}", executor, write)) for number in range(WRITES)
@@ -33,7 +33,7 @@ async def test_a_full_disk_is_one_alarm_and_one_line_however_much_waits(monkeypa
             if len(writes.refusals) == WRITES:
                 break
             await asyncio.sleep(0.01)
-        text = writes.refused()
+        text = writes.summary()
         is_full = False
         assert await asyncio.gather(*tasks) == ["written"] * WRITES
     assert text.startswith("payload 0: the disk is full; payload 1: the disk is full; ")
@@ -41,4 +41,4 @@ async def test_a_full_disk_is_one_alarm_and_one_line_however_much_waits(monkeypa
     first = [note for note in notes if "payload 0 not written, trying again: the disk is full" in note.text]
     assert first[0].is_alarm
     assert not any(note.is_alarm for note in notes if "payload 1 not written" in note.text)
-    assert writes.refused() == ""
+    assert writes.summary() == ""
