@@ -145,9 +145,9 @@ def order(folder: Path, path: str, document: Mapping[str, Any]) -> dict[str, Any
             f"{error.filename or folder} is closed to you: give orders as the user that runs {folder.name}"
         ) from None
     except (OSError, ValueError, TypeError, RecursionError, http.client.HTTPException) as error:
-        raise PeersUnreachable(
-            f"the daemon of {folder.name} in {folder} does not answer ({error}); is it running?"
-        ) from None
+        from diloco_node.cli.finished import no_daemon
+
+        raise no_daemon(folder, f"{error}") from None
     if answer.status >= http.client.MULTIPLE_CHOICES:
         raise ConfigError(f"{folder.name} refuses: {body.get('error', answer.status)}")
     return body

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from diloco_node.errors import ConfigError, PeersUnreachable
 from diloco_node.escaping import escaped, escaped_document
 
 
@@ -24,6 +25,20 @@ def finished_status(folder: Path) -> dict[str, Any] | None:
         document = {}
     document |= {"region": folder.resolve().name, "run_id": escaped(record.genesis.run_id), "state": "finished"}
     return document | {"reason": f"finished: {escaped(record.finished or '')}{since_and_model(folder)}"}
+
+
+def no_daemon(folder: Path, cause: str) -> ConfigError | PeersUnreachable:
+    """The error for an order to a region that no daemon answers for: its run is finished, or the daemon is down."""
+    name = folder.resolve().name
+    if (document := finished_status(folder)) is not None:
+        return ConfigError(
+            f"{name} takes no orders: its run is over ({document['reason']}). To go on with it, raise run.steps or "
+            "run.tokens in run.toml, and start its regions"
+        )
+    return PeersUnreachable(
+        f"the daemon of {name} does not run, or does not answer: {cause}. `diloco-node start --region {name}` starts "
+        f"it; {folder}/logs/daemon.log says why it ended"
+    )
 
 
 def since_and_model(folder: Path) -> str:

@@ -256,10 +256,16 @@ def change_members(
 
 def _members(folder: Path) -> tuple[str, dict[str, Any]]:
     from diloco_node.cli.admin_client import ask_in
+    from diloco_node.cli.finished import no_daemon
 
     document = ask_in(folder)
     members = document.get("members")
+    if "error" in document:
+        raise no_daemon(folder, document["error"])
     if not isinstance(members, dict):
-        reason = document.get("error") or document.get("reason") or "it has just started"
-        raise PeersUnreachable(f"{folder.name} does not tell the members of the run: {reason}")
+        reason = document.get("reason") or "it has just started"
+        raise PeersUnreachable(
+            f"{folder.name} does not know the members of the run yet: {reason}. Give the command again when "
+            f"`diloco-node status {folder.name}` shows that it is a member"
+        )
     return str(document["run_id"]), members

@@ -60,13 +60,17 @@ def show_budget(
 ) -> None:
     """Show what a running region may send and receive, in all and with each peer."""
     from diloco_node.cli.admin_client import ask_in
+    from diloco_node.cli.finished import no_daemon
 
     folder = region_folder(place, config)
     document = ask_in(folder)
     plan = document.get("budget")
+    if "error" in document:
+        raise no_daemon(folder, document["error"])
     if not isinstance(plan, dict):
-        reason = document.get("error") or document.get("reason") or "it has just started"
-        raise PeersUnreachable(f"{folder.name} has no budget in force: {reason}")
+        raise PeersUnreachable(
+            f"{folder.name} has no budget in force: {document.get('reason') or 'it has just started'}"
+        )
     if as_json:
         typer.echo(json.dumps(plan))
         return

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from diloco_node.cli.finished import no_daemon
 from diloco_node.cli.options import load
 from diloco_node.config.urls import is_url
 from diloco_node.errors import ConfigError, PeersUnreachable
@@ -89,35 +90,35 @@ def targets_in(place: str) -> list[Target]:
 def region_folder(place: str | None, config: Path | None, *, file: str = ADMIN_PORT_NAME) -> Path:
     """Find the state folder of one region. place: None: the only one on this machine. file: the command needs it there.
 
-    Raises ConfigError: the place is no region, or several; or no such region has that file here. PeersUnreachable: no
-    such region's daemon runs here.
+    Raises ConfigError: the place is no region, or several; no such region has that file here; or its run is finished.
+    PeersUnreachable: no such region's daemon runs here.
     """
-    is_order = file == ADMIN_PORT_NAME
     folders = [] if place is None else folders_with(file, Path(place))
+    if not folders and file == ADMIN_PORT_NAME and place is not None:
+        _check_runs(folders_with(NODE_NAME, Path(place)))
     if not folders:
-        candidates = folders_with(NODE_NAME, Path(place)) if is_order and place is not None else []
-        if not candidates:
-            settings = _settings(place, config, file)
-            candidates = [settings.state_dir(name) for name in (settings.regions if place is None else [place])]
+        settings = _settings(place, config, file)
+        candidates = [settings.state_dir(name) for name in (settings.regions if place is None else [place])]
         folders = [folder for folder in candidates if (folder / file).exists()]
         if not folders:
-            homes = [folder for folder in candidates if (folder / NODE_NAME).exists()]
-            if is_order and homes:
-                raise PeersUnreachable(f"no daemon runs in {homes[0]}: {_end_or_remedy(homes[0])}")
-            absent = PeersUnreachable if is_order else ConfigError
-            raise absent(f"no region of run {settings.run.id} has run here: {candidates[0]} holds no {file}")
+            if file == ADMIN_PORT_NAME:
+                _check_runs([folder for folder in candidates if (folder / NODE_NAME).exists()])
+            absent = PeersUnreachable if file == ADMIN_PORT_NAME else ConfigError
+            raise absent(
+                f"no region of run {settings.run.id} has run here: {candidates[0]} holds no {file}. Give the command "
+                f"where the region runs, or start it: `diloco-node start --region {candidates[0].name}`"
+            )
     if len(folders) > 1:
         names = ", ".join(folder.name for folder in folders)
         raise ConfigError(f"{len(folders)} regions are here ({names}), and this is about one: {CONVENTION}")
     return folders[0].resolve()
 
 
-def _end_or_remedy(folder: Path) -> str:
-    """Say that the run is finished there, or what to do."""
-    from diloco_node.cli.finished import finished_status
-
-    status = finished_status(folder)
-    return status["reason"] if status is not None else "start the region"
+def _check_runs(folders: Sequence[Path]) -> None:
+    """Say of regions without an admin port why they take no order. Raises ConfigError: their run is finished.
+    PeersUnreachable: their daemons don't run."""
+    if folders:
+        raise no_daemon(folders[0], f"{folders[0]} holds no {ADMIN_PORT_NAME}")
 
 
 def run_folder(place: str | None, config: Path | None) -> Path:

@@ -174,13 +174,12 @@ class Node:
             save_counter_file=partial(save_trained, spec.state_dir),
         )
         self.witness.fetcher = self.effects.fetcher
-        refusals = self.effects.disk.writes.refusals
         self.facts = RunFacts(
             self.core,
             spec,
             certificate=self.transport.credentials.document,
             cosines=self.effects.stripes.cosines,
-            refusals=lambda: refusals,
+            refusals=self.effects.disk.writes.summary,
             now_ns=now_ns,
         )
         self.pump = Pump(self.core, self.effects.perform, now_ns, on_fault=runtime.end, observe=self._observe)

@@ -34,6 +34,9 @@ class DamagedFile(StorageError):
 def disk_error(verb: str, path: Path, error: OSError) -> DiskRefused:
     """The error to raise for an OSError: what failed, where, why, and what to do."""
     remedy = _REMEDIES.get(error.errno or 0, f"{error.strerror or error}: look at the disk and its mount")
+    if error.errno == errno.ENOSPC:
+        with contextlib.suppress(OSError):
+            remedy = f"{remedy}; {shutil.disk_usage(path.parent).free:,} bytes are free"
     return DiskRefused(f"can't {verb} {path}: {remedy}")
 
 

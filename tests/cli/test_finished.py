@@ -89,22 +89,6 @@ def test_regions_that_have_not_finished_do_not_answer(tmp_path: Path, capsys: py
     assert [(region["region"], region.get("state")) for region in document] == [("eu", "finished")]
 
 
-@pytest.mark.parametrize("place", ["us", "state/us"])
-def test_an_order_to_a_region_without_a_daemon_says_whether_it_is_finished_or_stopped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
-) -> None:
-    folder = tmp_path / "state" / "us"
-    folder.mkdir(parents=True)
-    (folder / NODE_NAME).write_text("{}")
-    assert main(["finish", place]) == 5
-    assert "no daemon runs in state/us: start the region" in " ".join(capsys.readouterr().err.split())
-    finished_region(folder)
-    assert main(["finish", place]) == 5
-    text = " ".join(capsys.readouterr().err.split())
-    assert "no daemon runs in state/us: finished: the median learner made 400 of 400 steps; since 2025-11-26T" in text
-    assert f"the model is {folder / FINAL_NAME}" in text
-
-
 def _json(capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["status", "--json", "state"]) == 0
     return capsys.readouterr().out
@@ -159,3 +143,47 @@ def test_an_extended_run_is_not_over(tmp_path: Path) -> None:
     record = read_run_record(folder)
     assert record is not None
     assert record.finished is None
+
+
+ORDERS = (
+    ("members", "list"),
+    ("members", "promote", "eu"),
+    ("drain",),
+    ("finish",),
+    ("quarantine", "add", "eu"),
+    ("config", "set", "rounds.sync_every=32"),
+    ("budget", "show"),
+)
+
+
+@pytest.mark.parametrize("words", ORDERS)
+@pytest.mark.parametrize("place", ["us", "state/us"])
+@pytest.mark.parametrize("has_died", [False, True])
+def test_an_order_says_that_the_run_is_over_and_how_it_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], place: str, has_died: bool
+) -> None:
+    folder = finished_region(tmp_path / "state" / "us")
+    if has_died:
+        (folder / ADMIN_PORT_NAME).write_text("1\n")
+    assert main([*words, place]) == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert "us takes no orders: its run is over (finished: the median learner made 400 of 400 steps; since" in text
+    assert "raise run.steps or run.tokens in run.toml, and start its regions" in text
+
+
+@pytest.mark.parametrize("words", ORDERS)
+@pytest.mark.parametrize("place", ["us", "state/us"])
+@pytest.mark.parametrize("has_died", [False, True])
+def test_an_order_to_a_region_that_is_down_says_how_it_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], place: str, has_died: bool
+) -> None:
+    folder = tmp_path / "state" / "us"
+    begin_run(folder, "new", REGIONS)
+    (folder / NODE_NAME).write_text("{}")
+    if has_died:
+        (folder / ADMIN_PORT_NAME).write_text("1\n")
+    assert main([*words, place]) == 5
+    text = " ".join(capsys.readouterr().err.split())
+    assert "the daemon of us does not run, or does not answer: " in text
+    assert "`diloco-node start --region us` starts it; " in text
+    assert "state/us/logs/daemon.log says why it ended" in text

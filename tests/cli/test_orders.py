@@ -358,5 +358,5 @@ def test_changes_of_the_members_are_signed_with_the_authoritys_key(
     ), "and not to remove the record that it counts on"
     region.status = {"run_id": "try", "reason": "loads its kernels"}
     assert main(["members", "list"]) != 0
-    assert "eu does not tell the members of the run: loads its kernels" in capsys.readouterr().err
+    assert "eu does not know the members of the run yet: loads its kernels" in capsys.readouterr().err
     assert len(region.changes) == 2

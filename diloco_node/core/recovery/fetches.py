@@ -128,7 +128,12 @@ class Fetches:
         if reason in GONE and current.body is not None:
             # A state that a peer can't give now it may have later; a payload that was pruned does not come back.
             current.gone.add(peer)
-        self._effects.note("fetch", f"{peer} could not send it: {reason}", fragment=fragment, version=current.version)
+        cause = f"{peer} could not send it: {reason}"
+        if reason in GONE:
+            # Usual while the ledger catches up: what it names by now is older than what its senders keep.
+            kind = "state" if current.body is None else "payload"
+            cause = f"{peer} does not have this {kind}: another region is asked, or a newer state is fetched instead"
+        self._effects.note("fetch", cause, fragment=fragment, version=current.version)
         if set(current.failed) >= set(self._others):
             current.failed.clear()
         # Those that are away can't be asked, so they are no reason to ask the others again without a pause.

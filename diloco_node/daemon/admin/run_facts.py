@@ -49,7 +49,7 @@ class RunFacts:
         *,
         certificate: Callable[[], dict[str, Any]],
         cosines: Mapping[str, Sequence[float]],
-        refusals: Callable[[], Mapping[str, str]],
+        refusals: Callable[[], str],
         now_ns: Callable[[], int],
     ) -> None:
         self._core = core
@@ -100,7 +100,7 @@ class RunFacts:
 
     def document(self, learner: LearnerProxy) -> dict[str, Any]:
         """The fields of the status document that come from here."""
-        refusals, disks = dict(self._refusals()), self._core.ledger.disks
+        disks = self._core.ledger.disks
         return {
             "up_seconds": (self._now_ns() - self._begun_ns) / NS_PER_S,
             "run": self._run(),
@@ -114,7 +114,7 @@ class RunFacts:
             "commit_age_seconds": self.rounds.commit_age_s(),
             "usual_commit_seconds": self.rounds.usual_commit_s(),
             "state_dir": str(self._spec.state_dir.resolve()),
-            "disk": {**self._disk, "refused": "; ".join(f"{file}: {why}" for file, why in sorted(refusals.items()))},
+            "disk": {**self._disk, "refused": self._refusals()},
             "machine": {"late_seconds": self._core.liveness.late_ns / NS_PER_S, "cpu_pressure_percent": self._pressure},
             "certificate": self._certificate(),
             "learner_warning": self._warning(learner.facts),

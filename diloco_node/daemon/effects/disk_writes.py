@@ -19,6 +19,9 @@ STORAGE_RETRY_S: Final = 1.0
 STORAGE_RETRIES_SILENT: Final = 30
 """The alarm is repeated after so many tries."""
 
+REFUSALS_SHOWN: Final = 3
+"""Writes that the status names: on a full disk many payloads wait, for the same reason."""
+
 
 @dataclass(slots=True)
 class DiskWrites:
@@ -30,6 +33,12 @@ class DiskWrites:
 
     note: Callable[[Note], None]
     refusals: dict[str, str] = field(default_factory=dict, init=False)
+
+    def summary(self) -> str:
+        """Say what the disk does not take at this moment, from the longest wait on; empty: nothing."""
+        texts = [f"{subject}: {why}" for subject, why in self.refusals.items()]
+        more = len(texts) - REFUSALS_SHOWN
+        return "; ".join(texts[:REFUSALS_SHOWN]) + (f"; and {more:,} more files" if more > 0 else "")
 
     async def until_written(self, subject: str, executor: Executor, write: Callable[[], T]) -> T:
         """Call `write` in a thread again and again; what it returned. subject: names it in alarms and in the status.
@@ -44,7 +53,9 @@ class DiskWrites:
                 raise
             except StorageError as error:
                 if tries % STORAGE_RETRIES_SILENT == 0:
-                    self.note(Note("disk", f"{subject} not written, trying again: {error}", is_alarm=True))
+                    # One alarm for all that wait behind it.
+                    is_first = next(iter(self.refusals), subject) == subject
+                    self.note(Note("disk", f"{subject} not written, trying again: {error}", is_alarm=is_first))
                 tries += 1
                 self.refusals[subject] = str(error)
                 await asyncio.sleep(STORAGE_RETRY_S)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from diloco_node.core.effects_buffer import EffectBuffer
-from diloco_node.core.events import Effect, FetchPayload, FetchState
+from diloco_node.core.events import Effect, FetchPayload, FetchState, Note
 from diloco_node.core.recovery.fetches import FETCHES_MAX, RETRY_NS, RETRY_NS_MAX, Fetches
 from diloco_node.core.recovery.versions import PAYLOADS_RATHER_MAX, Versions
 from diloco_node.core.types import SnapshotBody
@@ -51,6 +51,18 @@ def test_failure_moves_on_to_the_others_by_name() -> None:
         peers.append(effect.peer)
         desk.fetches.on_failure(effect.peer, 0, "busy", now_ns=0)
     assert peers == ["c", "b", "d"]
+
+
+@pytest.mark.parametrize(("body", "what"), [(BODY, "payload"), (None, "state")])
+def test_whoever_does_not_have_it_any_more_has_not_failed_to_send_it(body: Any, what: str) -> None:
+    """A ledger that catches up asks for what is pruned elsewhere."""
+    for reason, text in (("gone", f"c does not have this {what}: another"), ("busy", "c could not send it: busy")):
+        desk = Desk()
+        desk.fetches.request(0, 3, body, digest=b"d" * 32)
+        desk.pump()
+        desk.fetches.on_failure("c", 0, reason, now_ns=0)
+        (note,) = [effect for effect in desk.effects.take() if isinstance(effect, Note)]
+        assert note.text.startswith(text)
 
 
 def test_after_everybody_failed_it_waits_longer_each_time() -> None:

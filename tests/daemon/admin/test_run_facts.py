@@ -28,7 +28,7 @@ class Scripted:
         self.now_ns = 0
         self.part: float | None = 0.0
         self.liveness = SimpleNamespace(late_ns=1_500_000_000, alive=lambda now_ns: ["eu"])
-        self.refusals: dict[str, str] = {}
+        self.refusals = ""
         self.history = SimpleNamespace(
             rounds_committed=0,
             versions=[0, 0],
@@ -132,7 +132,7 @@ def test_a_change_of_the_members_is_dated_unless_it_is_old(script: Scripted, mon
 
 def test_disk_certificate_and_tokens_are_shown(script: Scripted, tmp_path: Path) -> None:
     script.facts.look()
-    script.refusals["ledger"] = "No space left on device"
+    script.refusals = "ledger: No space left on device"
     document = script.document()
     assert document["disk"]["refused"] == "ledger: No space left on device"
     assert 0 < document["disk"]["free_bytes"] < document["disk"]["total_bytes"]
