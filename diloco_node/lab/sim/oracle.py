@@ -199,7 +199,7 @@ class Oracle:
         if values is None and self.liars:
             data = self._payload_of(body)
             values = tensors.decode(data, self._setup.settings.codec_down) if data is not None else None
-        self._recent[body.fragment] = self._recent[body.fragment].after(contributions, body.squared_norms)
+        self._recent[body.fragment] = outliers.recent_after(self._recent, body)
         if values is None:
             self._violate(f"payload: {body.fragment}/{body.version} of {body.ballot} is not the sum of its members")
             return
