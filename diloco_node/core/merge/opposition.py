@@ -1,10 +1,10 @@
 """Members whose contributions point against the others', by the projections that audits leave in the ledger.
 
-A gradient that is turned around is as long as an honest one, and RDA restores the length of the mean: one of four costs
-9 % of the loss, twice as long or with twice the weight far more. No limit of length or weight finds it. But each audited
-entry has projections of every contribution on the same random signs, which members can't make up: their weighted sum is
-that of the payload (`core.merge.freivalds`). The cosine of a member's row with the sum of the others' is that of the
-contributions, give or take one over the root of the windows.
+A gradient that is turned around is as long as an honest one, and RDA restores the length of the mean: one of four
+costs 9 % of the loss, twice as long or with twice the weight far more. No limit of length or weight finds it. But each
+audited entry has projections of every contribution on the same random signs, which members can't make up: their
+weighted sum is that of the payload (`core.merge.freivalds`). The cosine of a member's row with the sum of the others'
+is that of the contributions, give or take one over the root of the windows.
 
 A member's score adds these cosines up and forgets. It is never above zero, so that nobody earns credit. Where data say
 nothing about one another, or honest regions differ, cosines are near zero: the score is a sum of noise that stays far
@@ -57,7 +57,7 @@ class Opposition:
 
     def opposed(self, names: Sequence[str]) -> frozenset[str]:
         """Return the members of a round that do not count; none of fewer than three, and never half of them."""
-        opposed = frozenset(name for name in names if name in self.scores and self.scores[name].is_opposed)
+        opposed = frozenset(names) & {name for name, score in self.scores.items() if score.is_opposed}
         return opposed if len(names) >= MEMBERS_MIN and 2 * len(opposed) < len(names) else frozenset()
 
     def after(self, contributions: Sequence[Contribution], rows: Sequence[Sequence[float]]) -> Opposition:
@@ -112,6 +112,9 @@ class Opposition:
         return opposition
 
 
+NO_OPPOSITION: Final = Opposition()
+
+
 def _cosines(units: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return per learner the cosine of its row with the sum of the others', times the root of their windows.
 
@@ -123,9 +126,7 @@ def _cosines(units: Mapping[str, Sequence[float]]) -> dict[str, float]:
     cosines = {}
     for name, unit in units.items():
         own = [value / scale for value, scale in zip(unit, scales, strict=True) if scale > 0.0]
-        rest = [
-            (total - value) / scale for total, value, scale in zip(sums, unit, scales, strict=True) if scale > 0.0
-        ]
+        rest = [(total - value) / scale for total, value, scale in zip(sums, unit, scales, strict=True) if scale > 0.0]
         lengths = fsum(value * value for value in own) * fsum(value * value for value in rest)
         dot = fsum(first * second for first, second in zip(own, rest, strict=True))
         cosine = dot / sqrt(lengths) if lengths > 0.0 else 0.0

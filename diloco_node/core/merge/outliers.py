@@ -25,7 +25,7 @@ from math import fsum, sqrt
 from typing import Final
 
 from diloco_node.core.bounds import FLOAT32_MAX
-from diloco_node.core.merge.opposition import MEMBERS_MIN, Opposition
+from diloco_node.core.merge.opposition import MEMBERS_MIN, NO_OPPOSITION, Opposition
 from diloco_node.core.types import Contribution, RoundBody
 from diloco_node.errors import ProtocolViolation
 
@@ -71,13 +71,13 @@ class RecentRounds:
 
     rounds: tuple[Norms, ...] = ()
     sums: tuple[float, ...] = ()
-    opposition: Opposition = Opposition()
+    opposition: Opposition = NO_OPPOSITION
 
     def after(
         self,
         contributions: Sequence[Contribution],
         squared_norms: Sequence[float] = (),
-        opposition: Opposition = Opposition(),  # noqa: B008 - frozen
+        opposition: Opposition = NO_OPPOSITION,
     ) -> RecentRounds:
         """Return the rounds after one more. squared_norms: of the pieces of its decoded payload."""
         if not contributions:
@@ -130,11 +130,15 @@ class RecentRounds:
         return len(self.rounds) == ROUNDS_KEPT
 
 
+def newest_opposition(recent: Sequence[RecentRounds]) -> Opposition:
+    """Return the opposition as of the last round of any fragment. recent: of all fragments."""
+    return max((rounds.opposition for rounds in recent), key=lambda opposition: opposition.audits)
+
+
 def recent_after(recent: Sequence[RecentRounds], body: RoundBody) -> RecentRounds:
     """Return the last rounds of a fragment after one more. recent: of all fragments, before it."""
     contributions = [member.contribution for member in body.members]
-    newest = max((rounds.opposition for rounds in recent), key=lambda opposition: opposition.audits)
-    opposition = newest.after(contributions, body.projections)
+    opposition = newest_opposition(recent).after(contributions, body.projections)
     return recent[body.fragment].after(contributions, body.squared_norms, opposition)
 
 

@@ -22,9 +22,7 @@ def rows_of(chance: random.Random, *factors: float, shared: float = 0.6) -> list
     """Projections of contributions that share so much of their direction, each times a factor."""
     common = [chance.gauss(0.0, 1.0) for _ in range(WINDOWS)]
     own = math.sqrt(1.0 - shared * shared)
-    return [
-        [factor * (shared * value + own * chance.gauss(0.0, 1.0)) / 50.0 for value in common] for factor in factors
-    ]
+    return [[factor * (shared * value + own * chance.gauss(0.0, 1.0)) / 50.0 for value in common] for factor in factors]
 
 
 def audits_until(opposition: Opposition, name: str, *factors: float, shared: float = 0.6, most: int = 60) -> int:
