@@ -11,8 +11,8 @@ from math import sqrt
 from statistics import median, median_high, median_low
 from typing import Any, Final, NamedTuple
 
-from diloco_node.core.merge.opposition import NO_OPPOSITION, Opposition
-from diloco_node.core.merge.outliers import FASTER_MAX, MEMBERS_MIN, WILD_RATIO
+from diloco_node.core.merge.opposition import MEMBERS_MIN, NO_OPPOSITION, Opposition
+from diloco_node.core.merge.outliers import FASTER_MAX, WILD_RATIO
 from diloco_node.core.types import RoundBody
 
 ROUNDS_KEPT: Final = 64
@@ -83,9 +83,10 @@ class Standings:
         steps_all = sum(turn.steps for of_region in turns.values() for turn in of_region)
         # A region that merges alone beside a witness outweighs nobody: rounds of two or more say who does.
         shared = [turn_of for turn_of in self._rounds if len(turn_of) > 1] or list(self._rounds)
-        opposed = opposition.opposed(sorted(turns))
+        opponents = opposition.opposed(sorted(turns))
         return [
-            {**self._row(name, turns[name], shared, steps_all), "is_opposed": name in opposed} for name in sorted(turns)
+            {**self._row(name, turns[name], shared, steps_all), "is_opposed": name in opponents}
+            for name in sorted(turns)
         ]
 
     def _row(

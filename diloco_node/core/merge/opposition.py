@@ -17,14 +17,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import fsum, isfinite, sqrt
+from math import fsum, sqrt
 from typing import Final
 
 from diloco_node.core.types import Contribution
 from diloco_node.errors import ProtocolViolation
 
 MEMBERS_MIN: Final = 3
-"""Of two nobody knows who points the wrong way."""
+"""Among two nobody knows who points the wrong way."""
 
 KEEP: Final = 15 / 16
 """Part of a score that the next audited round keeps."""
@@ -37,7 +37,7 @@ GONE_ABOVE: Final = -0.1
 """Scores nearer to zero are dropped."""
 
 SCORE_MIN: Final = -16.0 * 16.0
-"""No score is lower: a row of `freivalds.WINDOWS` windows adds 4 at most."""
+"""No score is lower: a row of 128 windows adds 11.4 at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Opposition:
 
     def opposed(self, names: Sequence[str]) -> frozenset[str]:
         """Return the members of a round that do not count; none of fewer than three, and never half of them."""
-        opposed = frozenset(names) & {name for name, score in self.scores.items() if score.is_opposed}
-        return opposed if len(names) >= MEMBERS_MIN and 2 * len(opposed) < len(names) else frozenset()
+        opponents = frozenset(names) & {name for name, score in self.scores.items() if score.is_opposed}
+        return opponents if len(names) >= MEMBERS_MIN and 2 * len(opponents) < len(names) else frozenset()
 
     def after(self, contributions: Sequence[Contribution], rows: Sequence[Sequence[float]]) -> Opposition:
         """Return the scores after one more round. rows: the projections in its entry; empty if it was not audited."""
@@ -126,9 +126,11 @@ def _cosines(units: Mapping[str, Sequence[float]]) -> dict[str, float]:
     cosines = {}
     for name, unit in units.items():
         own = [value / scale for value, scale in zip(unit, scales, strict=True) if scale > 0.0]
-        rest = [(total - value) / scale for total, value, scale in zip(sums, unit, scales, strict=True) if scale > 0.0]
-        lengths = fsum(value * value for value in own) * fsum(value * value for value in rest)
-        dot = fsum(first * second for first, second in zip(own, rest, strict=True))
+        rivals = [
+            (total - value) / scale for total, value, scale in zip(sums, unit, scales, strict=True) if scale > 0.0
+        ]
+        lengths = fsum(value * value for value in own) * fsum(value * value for value in rivals)
+        dot = fsum(first * second for first, second in zip(own, rivals, strict=True))
         cosine = dot / sqrt(lengths) if lengths > 0.0 else 0.0
-        cosines[name] = sqrt(len(columns)) * min(max(cosine, -1.0), 1.0) if isfinite(cosine) else 0.0
+        cosines[name] = sqrt(len(columns)) * min(max(cosine, -1.0), 1.0)
     return cosines

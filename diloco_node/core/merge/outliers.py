@@ -147,10 +147,10 @@ def clips(contributions: Sequence[Contribution], sizes: Sequence[int], recent: R
 
     sizes: values of each piece of the fragment. recent: the rounds of the fragment before this one.
     """
-    opposed = recent.opposition.opposed([contribution.learner for contribution in contributions])
+    opponents = recent.opposition.opposed([contribution.learner for contribution in contributions])
     rows = _length_clips(contributions, sizes, recent)
     agreeing = tuple(
-        (0.0,) * len(row) if contribution.learner in opposed else row
+        (0.0,) * len(row) if contribution.learner in opponents else row
         for contribution, row in zip(contributions, rows, strict=True)
     )
     return agreeing if any(map(any, agreeing)) else rows
@@ -205,11 +205,11 @@ def excess(contributions: Sequence[Contribution], clips: Clips, recent: RecentRo
     """Return learners whose contribution does not count as a whole, in its order, each with the reason in words."""
     if not any(min(row, default=1.0) < 1.0 for row in clips):
         return {}
-    opposed = recent.opposition.opposed([contribution.learner for contribution in contributions])
+    opponents = recent.opposition.opposed([contribution.learner for contribution in contributions])
     reasons = {}
     for contribution, row, norms in zip(contributions, clips, _usual(contributions, recent), strict=True):
         ratio = min(row, default=1.0)
-        if contribution.learner in opposed:
+        if contribution.learner in opponents:
             reasons[contribution.learner] = "it points against the others in dozens of rounds, nothing of it counts"
         elif ratio < 1.0:
             length, usual = sqrt(sum(contribution.squared_norms)), norms.total

@@ -106,6 +106,14 @@ def test_windows_of_zeros_say_nothing() -> None:
     assert after == Opposition(1)
 
 
+def test_numbers_at_the_bounds_of_the_wire_are_no_trouble() -> None:
+    tiny = Contribution("d", 1, 0, 3, 7, 40, 56, 100, (5e-324, 0.0))
+    rows = [[2.0**110, -(2.0**110)]] * 3
+    after = Opposition().after([*map(of, NAMES[:3]), tiny], [*rows, [-(2.0**110), 2.0**110]])
+    assert all(math.isfinite(score.value) for score in after.scores.values())
+    assert Opposition.unpacked(after.packed()) == after
+
+
 def test_scores_are_the_same_after_a_summary() -> None:
     chance, opposition = random.Random(4), Opposition()
     assert Opposition.unpacked(b"") == opposition
