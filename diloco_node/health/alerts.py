@@ -85,7 +85,7 @@ STANDING_ROUNDS: Final = 8
 NEGATIVE_PART: Final = 0.75
 """Part of the last cosines. Where two regions' data say nothing about one another, half of them are negative."""
 
-COSINE_MIN: Final = -0.15
+COSINE_MIN: Final = -0.2
 """Mean of a region's last cosines, all negative: where data differ it is nearer to zero."""
 
 OVER: Final = frozenset({"finished", "finishing"})

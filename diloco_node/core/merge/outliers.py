@@ -210,7 +210,7 @@ def excess(contributions: Sequence[Contribution], clips: Clips, recent: RecentRo
     for contribution, row, norms in zip(contributions, clips, _usual(contributions, recent), strict=True):
         ratio = min(row, default=1.0)
         if contribution.learner in opponents:
-            reasons[contribution.learner] = "it points against the others in dozens of rounds, nothing of it counts"
+            reasons[contribution.learner] = "it points against the others in audit after audit, nothing of it counts"
         elif ratio < 1.0:
             length, usual = sqrt(sum(contribution.squared_norms)), norms.total
             extent = "it" if len(set(row)) == 1 else "its longest piece"
