@@ -8,8 +8,8 @@ is that of the contributions, give or take one over the root of the windows.
 
 A member's score adds these cosines up and forgets. It is never above zero, so that nobody earns credit. Where data say
 nothing about one another, or honest regions differ, cosines are near zero: the score is a sum of noise that stays far
-from `OPPOSED_BELOW`. It takes a cosine under about -0.2 in some dozen audits. Nothing of an opposed member counts, until
-its score is above `FREE_ABOVE` again. It is merged with weight 0, so its rows go on to say where it points.
+from `OPPOSED_BELOW`. It takes a cosine under about -0.2 in some dozen audits. Nothing of an opposed member counts,
+until its score is above `FREE_ABOVE` again. It is merged with weight 0, so its rows go on to say where it points.
 """
 
 from __future__ import annotations
