@@ -11,7 +11,8 @@ from math import sqrt
 from statistics import median, median_high, median_low
 from typing import Any, Final, NamedTuple
 
-from diloco_node.core.merge.outliers import FASTER_MAX, MEMBERS_MIN, WILD_RATIO
+from diloco_node.core.merge.opposition import MEMBERS_MIN, NO_OPPOSITION, Opposition
+from diloco_node.core.merge.outliers import FASTER_MAX, WILD_RATIO
 from diloco_node.core.types import RoundBody
 
 ROUNDS_KEPT: Final = 64
@@ -20,6 +21,9 @@ LENGTH_ROUNDS: Final = 8
 
 TOKEN_ROUNDS: Final = 4
 """Tokens per step are a mean over so many: over all that are kept, a wrong count would be named 28 rounds later."""
+
+COSINE_ROUNDS: Final = 6
+"""Cosines that are all negative and far from zero: where data differ, they are near zero."""
 
 
 class _Turn(NamedTuple):
@@ -67,8 +71,11 @@ class Standings:
             }
         )
 
-    def document(self) -> list[dict[str, Any]]:
-        """A row for each region of the last rounds, for the status: means over those rounds, or the recent ones."""
+    def document(self, opposition: Opposition = NO_OPPOSITION) -> list[dict[str, Any]]:
+        """A row for each region of the last rounds, for the status: means over those rounds, or the recent ones.
+
+        opposition: as of the last round.
+        """
         turns: defaultdict[str, list[_Turn]] = defaultdict(list)
         for turn_of in self._rounds:
             for name, turn in turn_of.items():
@@ -76,7 +83,11 @@ class Standings:
         steps_all = sum(turn.steps for of_region in turns.values() for turn in of_region)
         # A region that merges alone beside a witness outweighs nobody: rounds of two or more say who does.
         shared = [turn_of for turn_of in self._rounds if len(turn_of) > 1] or list(self._rounds)
-        return [self._row(name, turns[name], shared, steps_all) for name in sorted(turns)]
+        opponents = opposition.opposed(sorted(turns))
+        return [
+            {**self._row(name, turns[name], shared, steps_all), "is_opposed": name in opponents}
+            for name in sorted(turns)
+        ]
 
     def _row(
         self, name: str, turns: Sequence[_Turn], shared: Sequence[Mapping[str, _Turn]], steps_all: int
@@ -91,9 +102,16 @@ class Standings:
             "steps_share": steps / steps_all,
             "length_ratio": _telling(turns),
             "cosine": sum(cosines) / len(cosines) if cosines else None,
+            "cosine_recent": _recent_mean(cosines),
             "cosines": len(cosines),
             "cosines_negative": sum(value < 0.0 for value in cosines),
         }
+
+
+def _recent_mean(cosines: Sequence[float]) -> float | None:
+    """Return the mean of the last cosines; None if there are too few, or one of them is not negative."""
+    recent = list(cosines)[-COSINE_ROUNDS:]
+    return sum(recent) / COSINE_ROUNDS if len(recent) == COSINE_ROUNDS and max(recent) < 0.0 else None
 
 
 def _telling(turns: Sequence[_Turn]) -> float | None:

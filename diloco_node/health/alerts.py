@@ -85,6 +85,9 @@ STANDING_ROUNDS: Final = 8
 NEGATIVE_PART: Final = 0.75
 """Part of the last cosines. Where two regions' data say nothing about one another, half of them are negative."""
 
+COSINE_MIN: Final = -0.2
+"""Mean of a region's last cosines, all negative: where data differ it is nearer to zero."""
+
 OVER: Final = frozenset({"finished", "finishing"})
 
 
@@ -233,12 +236,15 @@ def _lateness(document: Document) -> str:
 
 
 def _standings(document: Document) -> Iterator[Finding]:
-    """Compare what each region brings with the others; every region knows it, so the leader and the region say it."""
+    """Compare what each region brings with the others.
+
+    Every region knows it, so the leader and the region say it. All say it of a leader, who may be silent about itself.
+    """
     if text(document, "state") in OVER:
         return
     standings = {text(row, "region"): row for row in rows(document, "standings")}
     for name, row in standings.items():
-        if document.get("role") != "leader" and name != text(document, "region"):
+        if document.get("role") != "leader" and name not in (text(document, "region"), text(document, "leader")):
             continue
         peers = [standing for region, standing in standings.items() if region != name]
         if (number(row, "rounds") or 0.0) >= STANDING_ROUNDS and (line := _outweighs(document, row, peers)):
@@ -247,9 +253,11 @@ def _standings(document: Document) -> Iterator[Finding]:
             line = f"{name} brings {ratio:.3g} times the length of the median region, step for step"
             yield _make(kinds.TOO_LONG, document, line, region=name)
         count, negative = number(row, "cosines") or 0.0, number(row, "cosines_negative") or 0.0
-        cosine = number(row, "cosine") or 0.0
-        if count >= STANDING_ROUNDS and cosine < 0.0 and negative >= NEGATIVE_PART * count:
+        cosine, recent = number(row, "cosine") or 0.0, number(row, "cosine_recent") or 0.0
+        is_usual = count >= STANDING_ROUNDS and cosine < 0.0 and negative >= NEGATIVE_PART * count
+        if is_usual or recent < COSINE_MIN or row.get("is_opposed") is True:
             line = f"{name} points against the others: cosine {cosine:.2f}, negative in {negative:.0f} of {count:.0f}"
+            line += "; nothing of it counts" if row.get("is_opposed") is True else ""
             yield _make(kinds.AGAINST, document, line, region=name)
 
 

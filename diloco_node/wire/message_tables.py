@@ -14,7 +14,7 @@ from diloco_node.wire import link_messages, measure_messages
 from diloco_node.wire.field_bounds import BOUNDS
 from diloco_node.wire.message_schema import Limits, Schema
 
-PROTOCOL_VERSION: Final = 12
+PROTOCOL_VERSION: Final = 13
 
 ControlMessage = messages.Message | link_messages.LinkMessage | measure_messages.MeasureMessage
 """The messages of the control lane."""

@@ -2,8 +2,9 @@
 
 import pytest
 
+from diloco_node.core.merge.opposition import Opposition, Score
 from diloco_node.core.types import Ballot, Contribution, Member, RoundBody
-from diloco_node.daemon.standings import LENGTH_ROUNDS, ROUNDS_KEPT, TOKEN_ROUNDS, Standings
+from diloco_node.daemon.standings import COSINE_ROUNDS, LENGTH_ROUNDS, ROUNDS_KEPT, TOKEN_ROUNDS, Standings
 
 
 def member(name: str, *, weight: float = 1.0, steps: int = 16, tokens: int = 1600, length: float = 3.0) -> Member:
@@ -85,3 +86,21 @@ def test_a_count_of_tokens_that_turned_wrong_late_is_told_after_half_of_the_rece
     for _ in range(TOKEN_ROUNDS // 2):
         standings.observe(body(member("a"), member("b", tokens=12_800)))
     assert [row["tokens_per_step"] for row in standings.document()] == [100.0, 450.0]
+
+
+def test_cosines_that_turn_late_are_told_when_all_of_the_last_are_negative() -> None:
+    past = [0.4] * 40
+    means = []
+    for turned in ([-0.3] * (COSINE_ROUNDS - 1), [-0.3] * COSINE_ROUNDS, [-0.3] * COSINE_ROUNDS + [0.1]):
+        standings = Standings({"b": past + turned})
+        standings.observe(body(member("a"), member("b")))
+        means.append(standings.document()[1]["cosine_recent"])
+    assert means == [None, pytest.approx(-0.3), None]
+
+
+def test_a_row_says_whether_the_region_does_not_count() -> None:
+    standings = Standings({})
+    standings.observe(body(member("a"), member("b"), member("c")))
+    opposition = Opposition(9, {"b": Score(-20.0, is_opposed=True)})
+    assert [row["is_opposed"] for row in standings.document(opposition)] == [False, True, False]
+    assert not any(row["is_opposed"] for row in standings.document())

@@ -81,6 +81,18 @@ CASES = [
         "diloco-node why ap",
     ),
     (
+        kinds.AGAINST,
+        changed(standings=standings(ap={"cosine": 0.2, "cosine_recent": -0.31, "cosines_negative": 6})),
+        "ap points against the others: cosine 0.20, negative in 6 of 64",
+        "diloco-node why ap",
+    ),
+    (
+        kinds.AGAINST,
+        changed(standings=standings(ap={"cosine": -0.1, "cosines_negative": 40, "is_opposed": True})),
+        "negative in 40 of 64; nothing of it counts",
+        "diloco-node why ap",
+    ),
+    (
         kinds.QUARANTINE,
         changed(quarantine={"eu": "for 600 s more"}),
         "eu is shut out: for 600 s more",
@@ -232,3 +244,21 @@ def test_every_kind_has_a_case() -> None:
 def test_a_follower_says_what_it_does_itself() -> None:
     alerts = find_alerts(changed(role="follower", standings=standings(us={"tokens_per_step": 8192.0})))
     assert [(alert.code, alert.region) for alert in alerts] == [("A-OUTWEIGHS", "us")]
+
+
+def test_a_region_is_told_of_by_the_leader_and_itself_and_a_leader_by_all() -> None:
+    too_many = standings(ap={"tokens_per_step": 8192.0})
+    told = {
+        (role, region, leader): [alert.code for alert in find_alerts(changed(**fields, standings=too_many))]
+        for role, region, leader in (("leader", "us", "us"), ("follower", "eu", "us"), ("follower", "eu", "ap"))
+        for fields in ({"role": role, "region": region, "leader": leader},)
+    }
+    told["follower", "ap", "us"] = [
+        alert.code for alert in find_alerts(changed(role="follower", region="ap", leader="us", standings=too_many))
+    ]
+    assert {key: kinds.OUTWEIGHS.code in codes for key, codes in told.items()} == {
+        ("leader", "us", "us"): True,
+        ("follower", "eu", "us"): False,
+        ("follower", "eu", "ap"): True,
+        ("follower", "ap", "us"): True,
+    }

@@ -23,7 +23,7 @@ from diloco_node.core.types import Contribution, Stripe
 AUDIT_EVERY: Final = 2
 """One of so many payloads is audited: the leader waits for the projections of all members, which takes longer."""
 
-WINDOWS: Final = 16
+WINDOWS: Final = 32
 """Windows of a payload, shared by its reducers; each has two at least."""
 
 WINDOW_BLOCKS: Final = 16

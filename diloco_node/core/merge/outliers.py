@@ -25,10 +25,9 @@ from math import fsum, sqrt
 from typing import Final
 
 from diloco_node.core.bounds import FLOAT32_MAX
-from diloco_node.core.types import Contribution
+from diloco_node.core.merge.opposition import MEMBERS_MIN, NO_OPPOSITION, Opposition
+from diloco_node.core.types import Contribution, RoundBody
 from diloco_node.errors import ProtocolViolation
-
-MEMBERS_MIN: Final = 3
 
 ROUNDS_KEPT: Final = 8
 """Rounds of a fragment that say what is usual."""
@@ -66,40 +65,50 @@ class RecentRounds:
 
     Attributes:
         rounds: norms of the median member, oldest round first. sums: norm of each piece of the last merged payload.
+        opposition: of all fragments, as of the last of these rounds: a ballot may be open while another fragment's
+            round commits.
     """
 
     rounds: tuple[Norms, ...] = ()
     sums: tuple[float, ...] = ()
+    opposition: Opposition = NO_OPPOSITION
 
-    def after(self, contributions: Sequence[Contribution], squared_norms: Sequence[float] = ()) -> RecentRounds:
+    def after(
+        self,
+        contributions: Sequence[Contribution],
+        squared_norms: Sequence[float] = (),
+        opposition: Opposition = NO_OPPOSITION,
+    ) -> RecentRounds:
         """Return the rounds after one more. squared_norms: of the pieces of its decoded payload."""
         if not contributions:
             return self
         now = _median_norms(contributions)
         row = Norms(_floats32(now.total)[0], _floats32(*now.pieces))
-        return RecentRounds((*self.rounds, row)[-ROUNDS_KEPT:], _floats32(*map(sqrt, squared_norms)))
+        return RecentRounds((*self.rounds, row)[-ROUNDS_KEPT:], _floats32(*map(sqrt, squared_norms)), opposition)
 
     def packed(self) -> bytes:
-        """As bytes: the numbers of rounds and pieces, then float32 of each round and of the sums."""
+        """As bytes: the numbers of rounds and pieces, float32 of each round and of the sums, then the opposition."""
         values = [value for norms in self.rounds for value in (norms.total, *norms.pieces)]
         head = struct.pack("<II", len(self.rounds), len(self.sums))
-        return head + struct.pack(f"<{len(values) + len(self.sums)}f", *values, *self.sums)
+        tail = self.opposition.packed() if self.opposition.audits else b""
+        return head + struct.pack(f"<{len(values) + len(self.sums)}f", *values, *self.sums) + tail
 
     @classmethod
     def unpacked(cls, data: bytes) -> RecentRounds:
         """Read what `packed` wrote. Raises ProtocolViolation: it is not that."""
         try:
             count, pieces = struct.unpack_from("<II", data)
-            values = struct.unpack(f"<{(len(data) - 8) // 4}f", data[8:])
+            width = 1 + pieces
+            size = count * width + pieces
+            is_whole = count <= ROUNDS_KEPT and 8 + 4 * size <= len(data)
+            values = struct.unpack_from(f"<{size}f", data, 8) if is_whole else ()
         except struct.error as error:
             raise ProtocolViolation(f"not the norms of recent rounds: {error}") from error
-        width = 1 + pieces
-        is_whole = count <= ROUNDS_KEPT and len(values) == count * width + pieces
         if not is_whole or not all(0.0 <= value <= FLOAT32_MAX for value in values):
             raise ProtocolViolation(f"not the norms of recent rounds: {count} of {pieces} pieces in {len(data)} bytes")
         starts = range(0, count * width, width)
         rounds = tuple(Norms(values[start], values[start + 1 : start + width]) for start in starts)
-        return cls(rounds, values[count * width :])
+        return cls(rounds, values[count * width :], Opposition.unpacked(data[8 + 4 * size :]))
 
     def usual(self, contributions: Sequence[Contribution]) -> Norms:
         """Return the usual norms for a round with these contributions, at least one."""
@@ -121,11 +130,33 @@ class RecentRounds:
         return len(self.rounds) == ROUNDS_KEPT
 
 
+def newest_opposition(recent: Sequence[RecentRounds]) -> Opposition:
+    """Return the opposition as of the last round of any fragment. recent: of all fragments."""
+    return max((rounds.opposition for rounds in recent), key=lambda opposition: opposition.audits)
+
+
+def recent_after(recent: Sequence[RecentRounds], body: RoundBody) -> RecentRounds:
+    """Return the last rounds of a fragment after one more. recent: of all fragments, before it."""
+    contributions = [member.contribution for member in body.members]
+    opposition = newest_opposition(recent).after(contributions, body.projections)
+    return recent[body.fragment].after(contributions, body.squared_norms, opposition)
+
+
 def clips(contributions: Sequence[Contribution], sizes: Sequence[int], recent: RecentRounds) -> Clips:
     """How much of each contribution of a round counts.
 
     sizes: values of each piece of the fragment. recent: the rounds of the fragment before this one.
     """
+    opponents = recent.opposition.opposed([contribution.learner for contribution in contributions])
+    rows = _length_clips(contributions, sizes, recent)
+    agreeing = tuple(
+        (0.0,) * len(row) if contribution.learner in opponents else row
+        for contribution, row in zip(contributions, rows, strict=True)
+    )
+    return agreeing if any(map(any, agreeing)) else rows
+
+
+def _length_clips(contributions: Sequence[Contribution], sizes: Sequence[int], recent: RecentRounds) -> Clips:
     if len(contributions) < MEMBERS_MIN and not recent.is_full:
         return _whole(contributions)
     usual = _usual(contributions, recent)
@@ -174,10 +205,13 @@ def excess(contributions: Sequence[Contribution], clips: Clips, recent: RecentRo
     """Return learners whose contribution does not count as a whole, in its order, each with the reason in words."""
     if not any(min(row, default=1.0) < 1.0 for row in clips):
         return {}
+    opponents = recent.opposition.opposed([contribution.learner for contribution in contributions])
     reasons = {}
     for contribution, row, norms in zip(contributions, clips, _usual(contributions, recent), strict=True):
         ratio = min(row, default=1.0)
-        if ratio < 1.0:
+        if contribution.learner in opponents:
+            reasons[contribution.learner] = "it points against the others in audit after audit, nothing of it counts"
+        elif ratio < 1.0:
             length, usual = sqrt(sum(contribution.squared_norms)), norms.total
             extent = "it" if len(set(row)) == 1 else "its longest piece"
             reasons[contribution.learner] = (

@@ -31,7 +31,8 @@ from typing import Final
 
 from diloco_node.core.bounds import FLOAT32_MAX
 from diloco_node.core.merge.carry import MISSED_KEEP
-from diloco_node.core.merge.outliers import MEMBERS_MIN, Clips
+from diloco_node.core.merge.opposition import MEMBERS_MIN
+from diloco_node.core.merge.outliers import Clips
 from diloco_node.core.types import Contribution, MergeRule, RunSettings
 from diloco_node.errors import PayloadCorrupt
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from diloco_node.core.merge.outliers import MEMBERS_MIN
+from diloco_node.core.merge.opposition import MEMBERS_MIN
 from diloco_node.core.types import Contribution, DiscardedBody, LearnerStatus
 
 TOKENS_RATIO_MAX: Final = 64

@@ -36,7 +36,7 @@ from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.freivalds import draw_windows
 from diloco_node.core.merge.numbers import MergeNumbers, is_same_number, length_limits, merge_numbers
 from diloco_node.core.merge.outer import outer_rates
-from diloco_node.core.merge.outliers import RecentRounds
+from diloco_node.core.merge.outliers import RecentRounds, recent_after
 from diloco_node.core.merge.stripes import piece_blocks, stripes_fault
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX, refusal, to_float32
 from diloco_node.core.rounds.claim_limits import is_plausible_incarnation
@@ -122,12 +122,10 @@ class _Facts:
             settings = _settings_after(self.settings, body.settings)
             return replace(self, roster=roster, settings=settings, versions=zeros, snapshots=zeros, recent=recent)
         if isinstance(body, RoundBody):
-            contributions = [member.contribution for member in body.members]
-            recent_rounds = self.recent[body.fragment].after(contributions, body.squared_norms)
             return replace(
                 self,
                 versions=_with(self.versions, body.fragment, body.version),
-                recent=_with(self.recent, body.fragment, recent_rounds),
+                recent=_with(self.recent, body.fragment, recent_after(self.recent, body)),
             )
         if isinstance(body, SnapshotBody):
             return replace(self, snapshots=_with(self.snapshots, body.fragment, body.version))

@@ -11,7 +11,7 @@ from diloco_node.core.data_shards import region_shards
 from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.summary import Joined, RunSummary, summed_roster
-from diloco_node.core.merge.outliers import RecentRounds
+from diloco_node.core.merge.outliers import RecentRounds, recent_after
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import (
     EXPELLED,
@@ -246,8 +246,7 @@ class RoundHistory:
     def _take_round(self, body: RoundBody) -> None:
         self.versions[body.fragment] = body.version
         self.rounds_committed += 1
-        contributions = [member.contribution for member in body.members]
-        self.recent[body.fragment] = self.recent[body.fragment].after(contributions, body.squared_norms)
+        self.recent[body.fragment] = recent_after(self.recent, body)
         if body.is_last:
             self._last_rounds[body.fragment] = body.version
         for member in body.members:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from diloco_node.core import events as ev
+from diloco_node.core.merge.outliers import newest_opposition
 from diloco_node.core.region import RegionCore
 from diloco_node.daemon.admin.members_document import MemberDates
 from diloco_node.daemon.learner.proxy import LearnerFacts, LearnerProxy
@@ -107,7 +108,7 @@ class RunFacts:
             "voters": [name for name in disks.roster.voters if disks.disk_of(name)] if disks.has_view else None,
             "steps_of": {name: self._core.leader.progress.steps_of(name) for name in disks.roster.names},
             "token_account": self._account(learner),
-            "standings": self._standings.document(),
+            "standings": self._standings.document(newest_opposition(self._core.history.recent)),
             "tokens_ratio_max": self._core.history.settings.tokens_ratio_max,
             "phase_seconds": self._phases.document(),
             "rounds_in_flight_max": self._rounds_in_flight_max,

@@ -13,7 +13,7 @@ from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.digest import stripe_digest
 from diloco_node.core.events import ReduceStripe, ReductionDone
-from diloco_node.core.merge.outliers import MEMBERS_MIN
+from diloco_node.core.merge.opposition import MEMBERS_MIN
 from diloco_node.core.messages import MergedStripe
 from diloco_node.core.types import Ballot, Contribution, Stripe
 from diloco_node.errors import PayloadCorrupt

@@ -16,6 +16,7 @@ import numpy as np
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core import events as ev
 from diloco_node.core.merge import outliers, weights
+from diloco_node.core.merge.opposition import MEMBERS_MIN
 from diloco_node.core.merge.outer import outer_rates, outer_step
 from diloco_node.core.types import (
     CarryMode,
@@ -156,7 +157,7 @@ class Oracle:
         """Nobody decides alone where three or more members weigh something, whatever it says of itself."""
         shares = sorted(member.weight for member in body.members if member.weight > 0.0)
         part_max = max(self.settings.weight_share_max, 1.0 / max(1, len(shares)))
-        if len(shares) >= outliers.MEMBERS_MIN and shares[-1] > (part_max + 1e-6) * sum(shares):
+        if len(shares) >= MEMBERS_MIN and shares[-1] > (part_max + 1e-6) * sum(shares):
             self._violate(f"part: one of {body.fragment}/{body.version} has more than {part_max:.3g} of {shares}")
 
     def _check_weights(self, body: RoundBody) -> None:
@@ -199,7 +200,7 @@ class Oracle:
         if values is None and self.liars:
             data = self._payload_of(body)
             values = tensors.decode(data, self._setup.settings.codec_down) if data is not None else None
-        self._recent[body.fragment] = self._recent[body.fragment].after(contributions, body.squared_norms)
+        self._recent[body.fragment] = outliers.recent_after(self._recent, body)
         if values is None:
             self._violate(f"payload: {body.fragment}/{body.version} of {body.ballot} is not the sum of its members")
             return

@@ -2,11 +2,13 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_node.core.merge.opposition import Opposition, Score
 from diloco_node.core.merge.outliers import (
     FASTER_MAX,
     PIECE_RATIO_MAX,
@@ -16,8 +18,10 @@ from diloco_node.core.merge.outliers import (
     RecentRounds,
     clips,
     excess,
+    newest_opposition,
+    recent_after,
 )
-from diloco_node.core.types import Contribution
+from diloco_node.core.types import Ballot, Contribution, Member, RoundBody
 
 ONE = (100,)
 
@@ -55,6 +59,30 @@ def test_of_three_one_that_loaded_other_weights_does_not_count() -> None:
     assert excess(contributions, rows, RecentRounds()) == {
         "c": "length 58.3 is 32.3 times the usual 1.8, nothing of it counts"
     }
+
+
+def test_of_who_points_against_the_others_nothing_counts() -> None:
+    contributions = [of("a", 1.0), of("b", 2.0), of("c", 3.0), of("d", 2.0)]
+    recent = RecentRounds(opposition=Opposition(9, {"d": Score(-20.0, is_opposed=True)}))
+    rows = clips(contributions, ONE, recent)
+    assert rows == ((1.0,), (1.0,), (1.0,), (0.0,))
+    assert list(excess(contributions, rows, recent)) == ["d"]
+    assert "points against the others" in excess(contributions, rows, recent)["d"]
+    assert clipped(*contributions[2:], recent=recent) == [1.0, 1.0], "of two nobody knows"
+
+
+def test_a_fragment_knows_of_others_rounds_once_it_has_one_more() -> None:
+    """A ballot may be open while another fragment's round commits: its numbers must not change for that."""
+    members = tuple(Member(of(name, 1.0), 1.0) for name in "abc")
+    body = RoundBody(0, 1, Ballot(1, 1), members, 1.0, (1.0,), (), b"", squared_norms=(1.0,))
+    audited = replace(body, projections=((1.0, 1.0), (1.0, 1.0), (-1.0, -1.0)))
+    before = [RecentRounds(), RecentRounds()]
+    first = recent_after(before, audited)
+    assert first.opposition.scores.keys() == {"c"}
+    assert first.opposition.audits == 1
+    after = [first, before[1]]
+    assert newest_opposition(after) == first.opposition
+    assert recent_after(after, replace(body, fragment=1)).opposition == first.opposition
 
 
 def test_of_two_nobody_knows_who_is_the_outlier() -> None:

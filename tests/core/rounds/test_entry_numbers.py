@@ -1,15 +1,20 @@
 """Numbers that a leader writes into a round: an honest one's are not doubted, and others are."""
 
+import random
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from diloco_node.core.ledger.entries import ZERO_HASH
 from diloco_node.core.ledger.summary import encode_summary
+from diloco_node.core.merge.freivalds import WINDOWS, draw_windows
 from diloco_node.core.merge.numbers import MergeNumbers, merge_numbers
 from diloco_node.core.merge.outer import outer_rates
 from diloco_node.core.merge.outliers import ROUNDS_KEPT, RecentRounds
+from diloco_node.core.merge.stripes import piece_blocks
 from diloco_node.core.merge.weights import to_float32
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import (
@@ -223,3 +228,38 @@ def test_a_base_whose_norms_are_none_is_refused(recent: bytes) -> None:
     summary = replace(history_of(GENESIS).sum_up(), recent=(recent, RecentRounds().packed()))
     base = LedgerBase(1, 1, ZERO_HASH, encode_summary(summary))
     assert "norms of" in new_check().base_fault(base)
+
+
+def audited(body: RoundBody, rows: Sequence[Sequence[float]]) -> RoundBody:
+    """The entry of a round that is audited, with a row per member."""
+    blocks = piece_blocks(MANIFEST.fragments[body.fragment].piece_sizes)
+    nonces = next(
+        (bytes([number]) * 32,) for number in range(256) if draw_windows((bytes([number]) * 32,), body.stripes, blocks)
+    )
+    return replace(body, nonces=nonces, projections=tuple(map(tuple, rows)))
+
+
+def test_who_points_against_the_others_in_many_audits_weighs_nothing_behind_a_base_too() -> None:
+    rounds: list[Any] = [GENESIS]
+    chance = random.Random(1)
+    for version in range(1, 22):
+        steps: dict[str, Any] = {"step_from": 10 * version - 10, "step_to": 10 * version, "base_version": version - 1}
+        members = tuple(replace(member, snapshot=version, **steps) for member in THREE)
+        body = honest(members, *rounds, version=version)
+        if version < 21:
+            common = [chance.gauss(0.0, 1.0) for _ in range(WINDOWS)]
+            rows = [[sign * (value + chance.gauss(0.0, 1.0)) for value in common] for sign in (1.0, 1.0, -1.0)]
+            rounds.append(audited(body, rows))
+    assert [member.weight > 0.0 for member in body.members] == [True, True, False]
+    assert [member.weight > 0.0 for member in rounds[-20].members] == [True, True, True], "audits tell it, not one"
+    assert doubt_of(body, *rounds) == ""
+    everybody = tuple(replace(member, weight=body.members[0].weight) for member in body.members)
+    assert "its weight" in doubt_of(replace(body, members=everybody), *rounds)
+    assert doubt_of(honest(members, version=21), *rounds), "as if nothing was known"
+    ledger = Ledger()
+    for earlier in rounds:
+        ledger.add(earlier)
+    behind = new_check()
+    behind.begin(LedgerBase(len(rounds), 1, ledger.entries[-1].hash, encode_summary(history_of(*rounds).sum_up())))
+    entry = ledger.add(body)
+    assert (behind.fault(entry), behind.doubt(entry)) == ("", "")
