@@ -182,9 +182,9 @@ def is_inside_step() -> bool:
 def _apart(now: Tensor, before: Tensor) -> Tensor:
     """Distance in lengths of the values before; 0 where those are zero or not finite: nobody can say how far is far.
 
-    Values that are huge or NaN now are as far as can be.
+    Values that are huge now are as far as can be. Of NaN and infinite ones the snapshot tells.
     """
     way = torch.linalg.vector_norm(now - before, dtype=torch.float32)
     length = torch.linalg.vector_norm(before, dtype=torch.float32)
-    distance = (way / length).nan_to_num(_FAREST, posinf=_FAREST)
-    return torch.where((length > 0.0) & length.isfinite(), distance, 0.0)
+    distance = (way / length).nan_to_num(0.0, posinf=_FAREST)
+    return torch.where((length > 0.0) & length.isfinite() & now.isfinite().all(), distance, 0.0)

