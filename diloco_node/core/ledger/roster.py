@@ -205,6 +205,21 @@ class Roster:
         line = Membership(kind, disk, index, address, last.folders)
         return Roster({**self.memberships, body.region: line}, self.changes + 1, body.signature)
 
+    def is_split_from(self, other: Roster) -> bool:
+        """Whether neither roster became the other: in one history each change is newer than all that came before."""
+        older, newer = sorted((self, other), key=lambda roster: roster.changes)
+        last = max((line.since for line in older.memberships.values()), default=0)
+        is_same_age = older.changes == newer.changes
+        for name in older.memberships | newer.memberships:
+            before, after = older.memberships.get(name), newer.memberships.get(name)
+            if before and after and (before.kind, before.since) == (after.kind, after.since):
+                continue
+            # A witness that is removed is forgotten.
+            is_news = name == older.witness if after is None else after.since > last
+            if is_same_age or not is_news:
+                return True
+        return False
+
     def statement(self, run_id: str) -> bytes:
         """The words that the run's authority signs: the run, the number of changes, and each member's kind and
         address."""
