@@ -205,17 +205,17 @@ class Roster:
         line = Membership(kind, disk, index, address, last.folders)
         return Roster({**self.memberships, body.region: line}, self.changes + 1, body.signature)
 
-    def is_split_from(self, other: Roster) -> bool:
-        """Whether neither roster became the other: in one history each change is newer than all that came before."""
-        older, newer = sorted((self, other), key=lambda roster: roster.changes)
-        last = max((line.since for line in older.memberships.values()), default=0)
-        is_same_age = older.changes == newer.changes
-        for name in older.memberships | newer.memberships:
-            before, after = older.memberships.get(name), newer.memberships.get(name)
-            if before and after and (before.kind, before.since) == (after.kind, after.since):
+    def is_split_from(self, peer_roster: Roster) -> bool:
+        """Whether neither became the other: in one history each change is newer than all before."""
+        old_roster, roster = sorted((self, peer_roster), key=lambda side: side.changes)
+        last_index = max((line.since for line in old_roster.memberships.values()), default=0)
+        is_same_age = old_roster.changes == roster.changes
+        for name in old_roster.memberships | roster.memberships:
+            old_line, line = old_roster.memberships.get(name), roster.memberships.get(name)
+            if old_line and line and (old_line.kind, old_line.since) == (line.kind, line.since):
                 continue
             # A witness that is removed is forgotten.
-            is_news = name == older.witness if after is None else after.since > last
+            is_news = name == old_roster.witness if line is None else line.since > last_index
             if is_same_age or not is_news:
                 return True
         return False

@@ -61,7 +61,7 @@ class Farewell:
         """Take the roster that a peer shows, if it is newer than the ledger here and what was shown before.
 
         A signed list that can't come from the same history is of another run: nothing of it counts, not even that this
-        region was removed there. Who is right only an operator knows.
+        region was removed there. An operator decides which run goes on.
         """
         changes, ledger = message.changes, self._ledger
         own = self._own_roster
