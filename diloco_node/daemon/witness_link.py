@@ -393,12 +393,13 @@ class WitnessLink:
             await asyncio.sleep(LOOK_S)
 
     def _tell(self, place: _WitnessPlace, fault: str) -> None:
-        """Say once that the witness answers no more, or answers again."""
-        if place is not self._place or bool(fault) == bool(self.fault):
+        """Say once that the witness answers no more, or answers again. `fault` is the newest: each has its remedy."""
+        if place is not self._place:
             return
-        self.fault, name = fault, place.name
-        news = f"{name} does not answer: {fault}" if fault else f"{name} answers again"
-        self._note(ev.Note("witness", news, is_alarm=bool(fault)))
+        is_news, self.fault = bool(fault) != bool(self.fault), fault
+        if is_news:
+            news = f"{place.name} does not answer: {fault}" if fault else f"{place.name} answers again"
+            self._note(ev.Note("witness", news, is_alarm=bool(fault)))
 
 
 class WitnessRoute:

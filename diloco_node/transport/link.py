@@ -204,6 +204,9 @@ class PeerLink:
             if asyncio.get_running_loop().time() - started_s > times.backoff_max_s:
                 backoff.reset()
             wait_s = backoff.next_s(at_least_s=times.violation_backoff_s if _is_violation(why) else 0.0)
+            if self.is_former and self.env.is_advertised:
+                # It dials us. But of two runs with one name each has removed the other, and each is to know.
+                wait_s = max(wait_s, times.former_s)
             await asyncio.sleep(wait_s * self._random.uniform(0.5, 1.0))
 
     async def _dial_once(self) -> PeerError | None:
@@ -246,10 +249,7 @@ class PeerLink:
     async def _connect(self, dial_number: int, old: Session | None) -> Session:
         assert self.address is not None
         env = self.env
-        why = env.quarantine_reason(self.peer) or (
-            "removed from the run" if self.is_former and env.is_advertised else ""
-        )
-        if why:
+        if why := env.quarantine_reason(self.peer):
             raise LinkLost(f"{self.peer} is {why}")
         streams: dict[Lane, DialedStream] = {}
         try:
@@ -459,7 +459,7 @@ class PeerLink:
         if str(error) != self._error:
             _log.warning("no link", peer=self.peer, reason=str(error))
         self._error = str(error)
-        if _is_violation(error):
+        if _is_violation(error) and not self.is_former:  # somebody else may be at its address by now
             self.env.reject(self.peer, error)
 
     def _set_state(self, state: LinkState) -> None:

@@ -58,7 +58,7 @@ class LinkTimes:
         backoff_min_s, backoff_max_s: between two dials, doubling, each drawn from the upper half of its range.
         violation_backoff_s: after the peer broke the protocol.
         ping_s: the control lane sends something at least this often; silent_s: when nothing came, it is lost.
-        farewell_s: of a link to a region that was removed from the run.
+        farewell_s: of a link to a region that was removed from the run. former_s: between two dials of such a region.
         transfer_silent_s: an open transfer of which nothing comes is lost.
     """
 
@@ -71,6 +71,7 @@ class LinkTimes:
     ping_s: float = 1.0
     silent_s: float = 10.0
     farewell_s: float = 5.0
+    former_s: float = 60.0
     transfer_silent_s: float = 30.0
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco_node.core.events import Effect, MessageArrived, Send
+from diloco_node.core.events import Effect, MessageArrived, Note, Send
 from diloco_node.core.ledger import ledger_state
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
@@ -307,6 +307,35 @@ def test_a_list_of_before_removes_nobody_who_was_added_again(patch: pytest.Monke
     core.farewell.joined = 0
     core.farewell.take(peer, old)
     assert core.farewell.reason, "where it is news"
+
+
+@pytest.mark.parametrize("more", [0, 1], ids=["as-many-changes", "more-changes-here"])
+def test_two_regions_that_went_on_alone_name_each_other_and_neither_leaves(
+    patch: pytest.MonkeyPatch, more: int
+) -> None:
+    small = Small(patch, 3)
+    small.go(4)
+    pair = small.others()[:2]
+    lists = {}
+    for name in pair:
+        lists[name] = roster(small, name)
+        bodies = [MembershipBody(other, "former") for other in small.hosts if other != name]
+        grown = [MembershipBody("later", "contributor")] * (more and name == pair[0])
+        for index, body in enumerate((*bodies, *grown), start=1000):
+            lists[name] = lists[name].changed(body, index)
+    for name, peer in (pair, pair[::-1]):
+        core = small.hosts[name].core
+        # As at its start: the entries are in its log, and not known as committed.
+        patch.setattr(core.ledger.disks, "roster", lists[name])
+        shown = lists[peer]
+        core.farewell.take(peer, RosterShown(shown.changes, shown.lines, b"forged"))
+        assert not any("two runs" in note.text for note in core._effects.take() if isinstance(note, Note))
+        signature = signature_of(shown.statement("simulated"))
+        core.farewell.take(peer, RosterShown(shown.changes, shown.lines, signature))
+        text = f"{name} and {peer} are of two runs with one name"
+        assert any(text in note.text for note in core._effects.take() if isinstance(note, Note) and note.is_alarm)
+        assert core.farewell.reason == ""
+        assert core.ledger.newer_roster.changes == 0, "it links with nobody by that list"
 
 
 def test_a_leader_that_makes_up_a_change_of_the_members_is_refused_and_loses_its_place(

@@ -288,6 +288,11 @@ def test_an_older_record_in_its_place_is_answered_by_nobody_and_named(url: str) 
         await until(lambda: site.link.fault)
         assert "holds an older record than was read here before" in site.notes[-1].text
         assert len(site.answers) == count
+        bucket.remove(RECORD)
+        site.link.send(RequestVote(2, True, 1, 1, disk_of("a"), True))
+        await until(lambda: "older record" not in site.link.fault)
+        assert "has lost the record of w, which gives no vote" in site.link.fault, "another cause, another remedy"
+        assert len(site.notes) == 1
         site.link.close()
 
     asyncio.run(scenario())

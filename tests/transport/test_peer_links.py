@@ -1,5 +1,6 @@
 """transport/peer_links.py: peers come while a transport runs, move, and go."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from diloco_node.transport.authority import add_regions
 from diloco_node.transport.transport import STRANGERS_MAX
 from diloco_node.wire.envelope import Lane
 from diloco_node.wire.run_shown import RunShown
-from tests.kit.transport_kit import address, connect_as, meshed
+from tests.kit.transport_kit import FAST, address, connect_as, meshed
 from tests.kit.waiting import eventually
 
 
@@ -36,6 +37,18 @@ async def test_a_peer_that_was_removed_before_the_start_gets_no_lasting_link(tmp
         assert a.links["b"].is_former
         a.follow({"b": None})
         assert not a.links["b"].is_former
+
+
+async def test_two_that_have_each_removed_the_other_meet_now_and_then(tmp_path: Path) -> None:
+    """Of two runs with one name nobody would ever hear otherwise."""
+    times = replace(FAST, farewell_s=0.2, former_s=0.2)
+    async with meshed(tmp_path) as mesh:
+        b, at_b = await mesh.start("b", {"a": None}, former={"a"}, times=times)
+        _, at_a = await mesh.start("a", {"b": address(b)}, former={"b"}, times=times)
+        for _ in range(2):
+            await at_a.until(lambda: at_a.is_up.get("b"))
+            await at_b.until(lambda: at_b.is_up.get("a"))
+            await at_a.until(lambda: not at_a.is_up["b"])
 
 
 async def test_who_is_no_member_takes_few_of_the_turns_to_say_hello(tmp_path: Path) -> None:

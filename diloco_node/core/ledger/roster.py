@@ -205,6 +205,21 @@ class Roster:
         line = Membership(kind, disk, index, address, last.folders)
         return Roster({**self.memberships, body.region: line}, self.changes + 1, body.signature)
 
+    def is_split_from(self, peer_roster: Roster) -> bool:
+        """Whether neither became the other: in one history each change is newer than all before."""
+        old_roster, roster = sorted((self, peer_roster), key=lambda side: side.changes)
+        last_index = max((line.since for line in old_roster.memberships.values()), default=0)
+        is_same_age = old_roster.changes == roster.changes
+        for name in old_roster.memberships | roster.memberships:
+            old_line, line = old_roster.memberships.get(name), roster.memberships.get(name)
+            if old_line and line and (old_line.kind, old_line.since) == (line.kind, line.since):
+                continue
+            # A witness that is removed is forgotten.
+            is_news = name == old_roster.witness if line is None else line.since > last_index
+            if is_same_age or not is_news:
+                return True
+        return False
+
     def statement(self, run_id: str) -> bytes:
         """The words that the run's authority signs: the run, the number of changes, and each member's kind and
         address."""

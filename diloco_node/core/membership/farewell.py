@@ -58,22 +58,48 @@ class Farewell:
         return roster.has_removed(peer)
 
     def take(self, peer: str, message: RosterShown) -> None:
-        """Take the roster that a peer shows, if it is newer than the ledger here and what was shown before."""
+        """Take the roster that a peer shows, if it is newer than the ledger here and what was shown before.
+
+        A signed list that can't come from the same history is of another run: nothing of it counts, not even that this
+        region was removed there. An operator decides which run goes on.
+        """
         changes, ledger = message.changes, self._ledger
-        own_changes = self._history.roster.changes
+        own = self._own_roster
+        own_changes = own.changes
         is_old = changes <= max(own_changes, ledger.newer_roster.changes)
         is_old = is_old or (own_changes == 0 and changes < self.joined)
-        if self.reason or is_old or lines_fault(message.members):
+        if self.reason or lines_fault(message.members):
             return
         roster = Roster.of_lines(message.members, changes, message.signature)
+        is_split = own_changes > 0 and changes > 0 and own.is_split_from(roster)
+        if is_old and not is_split:
+            return
         is_removed = roster.has_removed(self._region)
         if fault := self._roster_fault(roster):
             subject = f"a list without {self._region}" if is_removed else "other members"
-            self._effects.note("members", f"{peer} shows {subject}: {fault}", is_alarm=True)
+            if not is_old:
+                self._effects.note("members", f"{peer} shows {subject}: {fault}", is_alarm=True)
+        elif is_split:
+            self._effects.note("members", self._split_text(peer, roster), is_alarm=True)
         elif is_removed:
             self._leave(f"{peer} shows the authority's signature, change {changes} of the members")
         else:
             ledger.newer_roster = roster
+
+    @property
+    def _own_roster(self) -> Roster:
+        """The members as committed. The log of a region that alone votes is, also while it has not begun to lead."""
+        roster = self._ledger.disks.roster
+        return roster if roster.voters == (self._region,) else self._history.roster
+
+    def _split_text(self, peer: str, roster: Roster) -> str:
+        """Name the two runs, and the remedy."""
+        sides = f"one of {', '.join(self._own_roster.names)}, one of {', '.join(roster.names)}"
+        return (
+            f"{self._region} and {peer} are of two runs with one name, {sides}: `members recover --force` was given in "
+            f"two places, or beside a majority. Nothing is merged between them. Decide which run goes on. Stop the "
+            f"regions of the other one, empty their folders, and add them with `members add`: its work is lost"
+        )
 
     def look(self, *, now_ns: int) -> None:
         """Show the others a change of the members, and who was removed by it. Leave, if the ledger here says so to its

@@ -118,3 +118,43 @@ def test_a_region_that_comes_back_without_an_address_has_none() -> None:
     back = moved.changed(MembershipBody("d", "former"), 6)
     assert back.changed(MembershipBody("d", "contributor", "new:3"), 7).addresses({})["d"] == "new:3"
     assert roster.changed(MembershipBody("d", "voter"), 4).addresses({})["d"] == "old:1", "a change of its kind"
+
+
+REMOVED = {name: MembershipBody(name, "former") for name in "abc"}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_split"),
+    [
+        ((), (), False),
+        ((ADDED,), (), False),
+        ((REMOVED["b"],), (REMOVED["b"], MembershipBody("b", "contributor")), False),
+        # While `b` was away, by a change that it never saw.
+        ((ADDED, REMOVED["a"]), (ADDED, REMOVED["a"], MembershipBody("a", "contributor"), REMOVED["b"]), False),
+        ((REMOVED["c"], MembershipBody("witness", "witness", "s3://x/y")),) * 2 + (False,),
+        # Two that went on alone, also once one of them has grown, and one beside a majority that went on.
+        ((REMOVED["b"], REMOVED["c"]), (REMOVED["a"], REMOVED["c"]), True),
+        ((REMOVED["b"], REMOVED["c"], ADDED), (REMOVED["c"], REMOVED["a"]), True),
+        ((REMOVED["b"], REMOVED["c"]), (ADDED, DiskNamedBody("d", disk_of("d")), MembershipBody("d", "voter")), True),
+    ],
+)
+def test_lists_that_no_history_has_both_of_are_told_from_older_and_newer_ones(
+    ours: tuple[EntryBody, ...], theirs: tuple[EntryBody, ...], is_split: bool
+) -> None:
+    disks = tuple(DiskNamedBody(name, disk_of(name)) for name in "abc")
+    first, second = (unchecked(GENESIS, *disks, *bodies) for bodies in (ours, theirs))
+    assert (first.is_split_from(second), second.is_split_from(first)) == (is_split, is_split)
+
+
+def test_a_witness_that_was_removed_makes_no_other_history() -> None:
+    witness = MembershipBody("witness", "witness", "s3://x/y")
+    beside = unchecked(GENESIS, REMOVED["c"], witness)
+    assert not beside.is_split_from(beside.changed(MembershipBody("witness", "former"), 9))
+
+
+def unchecked(*bodies: EntryBody) -> Roster:
+    """The roster after these, whatever the operator who gave them may do."""
+    roster = Roster.of_voters("abc")
+    for index, body in enumerate(bodies, start=1):
+        roster = roster.after(seal(index, 1, ZERO_HASH, body))
+    return roster
