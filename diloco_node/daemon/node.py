@@ -17,9 +17,11 @@ from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import EXPELLED, NO_LIMITS, DiskNamedBody, RateLimits, Recovered, RevokedBody
+from diloco_node.core.view import RegionView
 from diloco_node.daemon.admin.members_document import member_order
 from diloco_node.daemon.admin.node_status import NodeStatus
 from diloco_node.daemon.admin.run_facts import RunFacts
+from diloco_node.daemon.catch_up import CatchUp
 from diloco_node.daemon.console import console_line
 from diloco_node.daemon.effects.effects import build_effects
 from diloco_node.daemon.end_wishes import EndWishes
@@ -67,7 +69,7 @@ class Node:
         learner: the own one, as the core's effects see it. reception: takes its messages.
         transport: links to the other regions. effects: carry out what the core orders.
         measure: measures links, for an operator. status: what the region shows, of these and of `facts`.
-        settings: of the run, for people. budget_watch: says when the budget is too small.
+        settings: of the run, for people. budget_watch: says when the budget is too small. catch_up: of a joiner.
         witness: of the run, if it has one.
     """
 
@@ -184,6 +186,7 @@ class Node:
         )
         self.pump = Pump(self.core, self.effects.perform, now_ns, on_fault=runtime.end, observe=self._observe)
         self.budget_watch = BudgetWatch(manifest, spec.settings)
+        self.catch_up = CatchUp(manifest, spec.settings)
         self._presence = Presence()
         self.settings = SettingsWatch(spec, note)
         # The log has the genesis of a run; never taken back.
@@ -321,8 +324,21 @@ class Node:
             budget = self.transport.budget_status()
             note = await in_thread(self.runtime.threads.background, look, self.core.view(), budget)
             shut_out = [peer for peer in self.transport.addresses if self.transport.quarantine_reason(peer)]
-            for news in (*([] if note is None else [note]), *self._presence.look(self.core.view().peers, shut_out)):
-                self.runtime.notes.add(news)
+            view = self.core.view()
+            for news in (note, self._look_behind(view, budget), *self._presence.look(view.peers, shut_out)):
+                if news is not None:
+                    self.runtime.notes.add(news)
+
+    def _look_behind(self, view: RegionView, budget: Mapping[str, Any]) -> ev.Note | None:
+        learners = [peer.learner for peer in view.peers if peer.is_alive and peer.learner is not None]
+        return self.catch_up.look(
+            [[position.base_version for position in learner.positions] for learner in learners],
+            self.core.versions.held,
+            is_counted=self.core.ledger.is_own_disk_sound,
+            bytes_in=sum(meter.bytes_in for meter in self.transport.traffic().values()),
+            ingress=budget["ingress_bytes_per_s"],
+            now_ns=self.runtime.now_ns(),
+        )
 
     async def _linger(self) -> None:
         """Stay until the learner has said its last figures and no other region needs this one."""

@@ -32,6 +32,7 @@ class MemberSigns:
         since_unix: by region, when this daemon saw the entry that gave it its kind; without those of before its start.
         shards: by region, how many shards of the data wait until it has heard of the change that took them.
         witness_fault: why the bucket of the witness does not answer; empty: it does.
+        catch_up: how far this region is behind, see `CatchUp`; empty: it is not.
     """
 
     region: str
@@ -42,6 +43,7 @@ class MemberSigns:
     since_unix: Mapping[str, float] = field(default_factory=dict)
     shards: Mapping[str, int] = field(default_factory=dict)
     witness_fault: str = ""
+    catch_up: str = ""
 
     @property
     def there(self) -> frozenset[str]:
@@ -119,10 +121,11 @@ def _waits(name: str, signs: MemberSigns) -> str:
 
 def _lack(name: str, signs: MemberSigns) -> str:
     """Say what is still to come of a member whose folder does not count."""
+    behind = f"; {signs.catch_up}" if name == signs.region and signs.catch_up else ""
     if name == signs.region and signs.held_bytes < signs.state_bytes:
-        return f"fetches the model: {signs.held_bytes / 1e6:,.1f} of {signs.state_bytes / 1e6:,.1f} MB"
+        return f"fetches the model: {signs.held_bytes / 1e6:,.1f} of {signs.state_bytes / 1e6:,.1f} MB{behind}"
     if name in signs.there:
-        return "there, waits until its disk holds what is committed"
+        return f"there, waits until its disk holds what is committed{behind}"
     if name in signs.linked:
         return "its certificate is good, waits for its first heartbeat"
     return "away, waits for a link with its certificate"

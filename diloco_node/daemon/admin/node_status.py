@@ -28,12 +28,16 @@ class NodeStatus:
             return "" if view.is_final else silence
         if not view.leader or self._node.reception.waits_for_peers:
             own_steps, now_ns = self._node.learner.steps_total, self._node.runtime.now_ns()
-            return (
-                self._node.core.end.unclosed_end(view.leader, now_ns=now_ns, own_steps=own_steps) or view.ledger_reason
-            )
+            if unclosed := self._node.core.end.unclosed_end(view.leader, now_ns=now_ns, own_steps=own_steps):
+                return unclosed
+            return self._behind(view) or view.ledger_reason
         if min(view.versions) < 0:
             return "waits for the first parameters (genesis)"
         return "" if view.learner is not None else "no learner is attached"
+
+    def _behind(self, view: RegionView) -> str:
+        """How far a joiner is behind; empty where something else is the reason to wait."""
+        return self._node.catch_up.text if view.leader and not view.finished else ""
 
     def _state(self, view: RegionView) -> str:
         """The state in one word."""
@@ -65,6 +69,7 @@ class NodeStatus:
                 "tasks": len(asyncio.all_tasks()),
                 "manifest_digest": node.parameters.manifest.digest,
                 **facts,
+                **({"reason": behind} if (behind := self._behind(view)) else {}),
                 "members": members_document(node.core.ledger.disks, self._signs(view)),
                 "disk": facts["disk"] | {"files_set_aside": len(store.set_aside), "ledger_cut_bytes": store.cut_bytes},
                 "measurement": node.measuring.describe(),
@@ -84,4 +89,5 @@ class NodeStatus:
             node.facts.dates.since_unix,
             node.core.history.account.shards.waiting(),
             node.witness.fault,
+            node.catch_up.text,
         )

@@ -46,6 +46,17 @@ JOINED = MembershipBody("d", "contributor", "d:1")
         (replace(JOINS, linked=frozenset("d")), b"", "its certificate is good, waits for its first heartbeat"),
         (replace(JOINS, heard=frozenset("d")), b"", "there, waits until its disk holds what is committed"),
         (MemberSigns("d", held_bytes=1_500_000, state_bytes=8_000_000), b"", "fetches the model: 1.5 of 8.0 MB"),
+        (
+            MemberSigns("d", state_bytes=8_000_000, catch_up="9 rounds behind"),
+            b"",
+            "fetches the model: 0.0 of 8.0 MB; 9 rounds behind",
+        ),
+        (
+            MemberSigns("d", held_bytes=8, state_bytes=8, catch_up="9 rounds behind"),
+            b"",
+            "there, waits until its disk holds what is committed; 9 rounds behind",
+        ),
+        (replace(JOINS, catch_up="9 rounds behind"), b"", "away, waits for a link with its certificate"),
         (MemberSigns("d", held_bytes=8, state_bytes=8), b"", "there, waits until its disk holds what is committed"),
         (replace(JOINS, heard=frozenset("d")), b"d" * 16, "there, ready for a vote"),
         (JOINS, b"d" * 16, "away"),
