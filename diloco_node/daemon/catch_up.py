@@ -42,7 +42,7 @@ class CatchUp:
     def _begin(self) -> None:
         self.text = ""
         self._versions = [0] * len(self._round_bytes)
-        self._needed, self._received = SlidingRate(WINDOW_S), SlidingRate(WINDOW_S)
+        self._need, self._arrival = SlidingRate(WINDOW_S), SlidingRate(WINDOW_S)
         self._bytes_in = 0
         # (ns, rounds behind) of the last WINDOW_S, and the newest look before.
         self._gaps: deque[tuple[int, int]] = deque()
@@ -50,7 +50,7 @@ class CatchUp:
     def look(
         self,
         positions: Sequence[Sequence[int]],
-        held: Sequence[int],
+        own_versions: Sequence[int],
         *,
         is_counted: bool,
         bytes_in: int,
@@ -61,21 +61,21 @@ class CatchUp:
 
         Args:
             positions: per fragment, the versions that the learner of each region that is there has.
-            held: per fragment, the version that is here; -1: none.
+            own_versions: per fragment, the version that is here; -1: none.
             is_counted: this region's folder counts: it is no joiner.
             bytes_in: received on all links since the start. ingress: the own budget, bytes per second.
         """
         was_hopeless, self.is_hopeless = self.is_hopeless, False
         for versions in positions:
             self._versions = [max(pair) for pair in zip(self._versions, versions, strict=True)]
-        lack = [max(0, version - max(0, own)) for version, own in zip(self._versions, held, strict=True)]
+        lack = [max(0, version - max(0, own)) for version, own in zip(self._versions, own_versions, strict=True)]
         if is_counted or sum(lack) <= BEHIND_MIN * len(lack):
             self._begin()
             return Note("members", "it has caught up enough to go on with the others") if was_hopeless else None
         self._bytes_in = max(self._bytes_in, bytes_in)
-        needed = sum(size * version for size, version in zip(self._round_bytes, self._versions, strict=True))
-        self._needed.add(needed, now_ns=now_ns)
-        self._received.add(self._bytes_in, now_ns=now_ns)
+        need = sum(size * version for size, version in zip(self._round_bytes, self._versions, strict=True))
+        self._need.add(need, now_ns=now_ns)
+        self._arrival.add(self._bytes_in, now_ns=now_ns)
         self._gaps.append((now_ns, sum(lack)))
         while len(self._gaps) > 2 and now_ns - self._gaps[1][0] >= WINDOW_S * NS_PER_S:
             self._gaps.popleft()
@@ -85,19 +85,19 @@ class CatchUp:
         return Note("members", "the gap to the run grows no more") if was_hopeless and not self.is_hopeless else None
 
     def _words(self, behind: int, ingress: int | None, now_ns: int) -> str:
-        needed, received = (rate.per_second(now_ns=now_ns) for rate in (self._needed, self._received))
+        need, arrival = (rate.per_second(now_ns=now_ns) for rate in (self._need, self._arrival))
         then_ns, behind_then = self._gaps[0]
-        if needed is None or received is None or now_ns - then_ns < WINDOW_S * NS_PER_S:
+        if need is None or arrival is None or now_ns - then_ns < WINDOW_S * NS_PER_S:
             return f"{behind} rounds behind"
         course = "closes" if behind < behind_then else "grows" if behind > behind_then else "stays"
         text = (
-            f"{behind} rounds behind, the gap {course}: rounds need {format_rate(needed)} here, "
-            f"{format_rate(received)} arrive"
+            f"{behind} rounds behind, the gap {course}: rounds need {format_rate(need)} here, "
+            f"{format_rate(arrival)} arrive"
         )
-        self.is_hopeless = course == "grows" and received < needed
+        self.is_hopeless = course == "grows" and arrival < need
         if not self.is_hopeless:
             return text
         remedy = "widen its line, free its processor"
-        if ingress is not None and ingress < needed:
+        if ingress is not None and ingress < need:
             remedy = f"raise budget.ingress ({format_rate(ingress)})"
         return f"{text}; so it never joins: {remedy} or `config set rounds.sync_every`"

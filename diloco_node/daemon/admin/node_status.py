@@ -28,8 +28,8 @@ class NodeStatus:
             return "" if view.is_final else silence
         if not view.leader or self._node.reception.waits_for_peers:
             own_steps, now_ns = self._node.learner.steps_total, self._node.runtime.now_ns()
-            if unclosed := self._node.core.end.unclosed_end(view.leader, now_ns=now_ns, own_steps=own_steps):
-                return unclosed
+            if end_wait := self._node.core.end.unclosed_end(view.leader, now_ns=now_ns, own_steps=own_steps):
+                return end_wait
             return self._behind(view) or view.ledger_reason
         if min(view.versions) < 0:
             return "waits for the first parameters (genesis)"
