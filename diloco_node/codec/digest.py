@@ -7,7 +7,6 @@ of 1.8): hashing was 40 % of a daemon's CPU time. Digests of digests stay SHA-25
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import Executor
 from hashlib import sha256
 from typing import Final
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from diloco_node.numeric import F32
 
 LEAF_BYTES: Final = 1 << 20
-"""A fragment is hashed in leaves of this size, so that threads can share the work and a leaf is a chunk of recovery."""
+"""A fragment is hashed in leaves of this size: a leaf is a chunk of recovery."""
 
 
 def stripe_digest(payload: bytes | bytearray | memoryview | NDArray[np.uint8]) -> bytes:
@@ -31,15 +30,12 @@ def payload_digest(stripe_digests: Iterable[bytes]) -> bytes:
     return sha256(b"".join(stripe_digests)).digest()
 
 
-def fragment_digest(theta: F32, momentum: F32, pool: Executor | None = None) -> bytes:
+def fragment_digest(theta: F32, momentum: F32) -> bytes:
     """The digest of a fragment's state at one version: SHA-256 over the BLAKE3 digests of its leaves.
 
     The root is over `values` (u64, little-endian), then the leaves of theta, then those of momentum.
 
-    Args:
-        theta, momentum: shape (n,), float32, contiguous. Not changed.
-        pool: hashes leaves side by side (BLAKE3 releases the GIL); None hashes them here. Never the pool that this very
-            call runs in: with all its threads waiting like that nothing would move.
+    theta, momentum: shape (n,), float32, contiguous. Not changed.
 
     Raises ValueError: the arrays differ in shape, or are not contiguous vectors of float32.
     """
@@ -53,5 +49,4 @@ def fragment_digest(theta: F32, momentum: F32, pool: Executor | None = None) -> 
         for stripe in (theta.view(np.uint8), momentum.view(np.uint8))
         for start in range(0, stripe.size, LEAF_BYTES)
     ]
-    digests = map(stripe_digest, leaves) if pool is None else pool.map(stripe_digest, leaves)
-    return sha256(theta.size.to_bytes(8, "little") + b"".join(digests)).digest()
+    return sha256(theta.size.to_bytes(8, "little") + b"".join(map(stripe_digest, leaves))).digest()

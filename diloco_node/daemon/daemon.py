@@ -421,14 +421,6 @@ class Daemon:
     def _peers(self) -> Mapping[str, str | None]:
         return self.spec.peers if self.node is None else self.node.transport.addresses
 
-    def change_members(self, document: Mapping[str, Any]) -> None:
-        """Have the ledger change a region's membership, as `member_order` reads it. Raises ConfigError."""
-        self._running_node("change").change_members(document)
-
-    def change_settings(self, document: Mapping[str, Any]) -> list[str]:
-        """Have the ledger change settings, as `settings_order` reads them; each in words. Raises ConfigError."""
-        return self._running_node("change").change_settings(document)
-
     def _check_peer(self, peer: str) -> None:
         if peer not in self._peers:
             raise ConfigError(f"{peer!r} is none of this region's peers: {', '.join(sorted(self._peers))}")
@@ -438,7 +430,7 @@ class Daemon:
         if peer == self.spec.region:
             raise ConfigError(f"{peer} can't expel itself: stop it, or give the order to another region")
         self._check_peer(peer)
-        self._running_node(f"expel {peer} from").expel(peer, is_lifted=False)
+        self.running_node(f"expel {peer} from").expel(peer, is_lifted=False)
 
     def revoke(self, region: str, pem: str) -> str:
         """Have the ledger revoke a certificate; the beginning of its fingerprint. Raises ConfigError.
@@ -447,11 +439,15 @@ class Daemon:
         """
         if region != self.spec.region:
             self._check_peer(region)
-        return self._running_node(f"revoke the certificate of {region} in").revoke(region, pem.encode())
+        return self.running_node(f"revoke the certificate of {region} in").revoke(region, pem.encode())
 
-    def _running_node(self, purpose: str) -> Node:
+    def running_node(self, purpose: str) -> Node:
+        """The node, once there is a run. Raises ConfigError: there is none yet to do this with."""
         if self.node is None:
-            raise ConfigError(f"there is no run yet to {purpose}: {self.spec.region} {self._facts()['reason']}")
+            raise ConfigError(
+                f"there is no run yet to {purpose}: {self.spec.region} {self._facts()['reason']}. Ask again when it is "
+                "there, or stop the region"
+            )
         return self.node
 
     def lift_quarantine(self, peer: str) -> bool:
@@ -472,15 +468,6 @@ class Daemon:
         if self.node is None:
             raise PeersUnreachable(f"{self.spec.region} has no links yet: it {self._facts()['reason']}")
         return await self.node.measure(document, on_progress, on_partial)
-
-    def finish(self, reason: str) -> None:
-        """Ask the run to end, after one last round of each fragment. Raises ConfigError: nothing has begun."""
-        if self.node is None:
-            raise ConfigError(
-                f"there is no run to finish yet: {self.spec.region} {self._facts()['reason']}. Ask again when it is "
-                "there, or stop the region"
-            )
-        self.node.finish(reason)
 
 
 def _supervisor() -> int | None:

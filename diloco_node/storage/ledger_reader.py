@@ -55,11 +55,6 @@ class LedgerReader:
         return new
 
 
-def archive_path(folder: Path, base: LedgerBase) -> Path:
-    """Where a ledger that begins with this base is kept."""
-    return folder / f"ledger-{base.index:012d}.log"
-
-
 def read_whole_ledger(folder: Path, fragments: int) -> tuple[LedgerBase, tuple[Entry, ...]]:
     """The base, and all entries after it: those of the ledger, and what is kept before it, as far back as that goes.
 

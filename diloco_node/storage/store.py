@@ -38,7 +38,7 @@ from diloco_node.storage import tensor_files
 from diloco_node.storage.disk_id import DiskIdFile, set_aside
 from diloco_node.storage.durable import DamagedFile, disk_errors, make_folder, remove_temporaries
 from diloco_node.storage.ledger_files import LEDGER_END_NAME, VOTE_NAME, LedgerFile, VoteFile
-from diloco_node.storage.ledger_reader import LedgerReader, archive_path
+from diloco_node.storage.ledger_reader import LedgerReader
 
 STATES_KEPT: Final = 2
 """The newest states of a fragment that are never pruned: the last one and what it falls back to. The states that others
@@ -191,8 +191,8 @@ class RegionStore:
             self._vote.write(term, voted_for)
         try:
             if base is not None:
-                kept_as = archive_path(self.folder, self._ledger.base) if self._is_archive else None
-                self._ledger.begin_with(base, truncate_from, entries, kept_as=kept_as)
+                archive = self.folder / f"ledger-{self._ledger.base.index:012d}.log" if self._is_archive else None
+                self._ledger.begin_with(base, truncate_from, entries, kept_as=archive)
             elif truncate_from or entries:
                 self._ledger.append(truncate_from, entries)
         except LedgerLost as error:

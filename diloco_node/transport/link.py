@@ -89,8 +89,6 @@ class PeerLink:
         self._up, self._down = asyncio.Event(), asyncio.Event()
         self._down.set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        # Control frames that found no session or a full queue, since start.
-        self._dropped = 0
         # The peer's, from the metadata of its last call or answer; None until then.
         self._congestion: CongestionControls | None = None
         # The reason why there is no session, for people; empty while there is one.
@@ -106,11 +104,8 @@ class PeerLink:
     # ---- what the transport asks -------------------------------------------------------------------------------------
 
     def send(self, frame: bytes) -> bool:
-        """Queue a control frame; False if it is dropped, and counted."""
-        if self.session is None or not self.session.queue.put(frame):
-            self._dropped += 1
-            return False
-        return True
+        """Queue a control frame; False if it is dropped, for there is no session, or its queue is full."""
+        return self.session is not None and self.session.queue.put(frame)
 
     @property
     def outbound(self) -> BulkOutbound:
@@ -121,8 +116,7 @@ class PeerLink:
 
     def status(self) -> PeerStatus:
         """Return the state of the link."""
-        since_s = asyncio.get_running_loop().time() - self._since_s
-        status = PeerStatus(self._state, self.address, since_s, self._error, self._dropped, 0, self._congestion)
+        status = PeerStatus(self._state, self.address, self._error, 0, self._congestion)
         if self.session is None:
             return status
         ours, *peers = self.session.certificates

@@ -23,18 +23,15 @@ class PeerStatus:
     """A link, for people.
 
     Attributes:
-        address: where we would dial, None if only the peer can. since_s: seconds in this state.
+        address: where we would dial, None if only the peer can.
         error: why there is no session, or why the last one ended; empty when nothing went wrong yet.
-        control_dropped: control messages that found no link, or a full queue.
         congestion, certificate: the peer's, as far as it has sent them. connections: that carry bulk now.
         is_renewed: whether our side of the link is by the newest certificate that we have.
     """
 
     state: LinkState
     address: str | None
-    since_s: float
     error: str
-    control_dropped: int
     connections: int
     congestion: CongestionControls | None = None
     certificate: Certificate | None = None

@@ -52,7 +52,7 @@ def _urgency_of(header: TransferHeader) -> tuple[int, ...]:
 
 
 class ControlQueue:
-    """Frames of the control lane that wait for the stream. Never blocks: what does not fit is dropped and counted."""
+    """Frames of the control lane that wait for the stream. Never blocks: what does not fit is dropped."""
 
     def __init__(self) -> None:
         self._frames: deque[bytes] = deque()

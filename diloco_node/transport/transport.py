@@ -76,8 +76,6 @@ STRANGERS_MAX: Final = 4
 REJECTIONS_MAX: Final = 1024
 """Different (peer, reason) that are counted; names come from certificates of the run, so this is never reached."""
 
-REJECTION_LOG_S: Final = 10.0
-
 UNKNOWN_PEER: Final = "unknown"
 """In `rejections`, for what nobody can tell whose fault it was."""
 
@@ -185,8 +183,6 @@ class GrpcTransport:
         self._tasks: list[asyncio.Task[None]] = []
         # Incoming calls whose hello has not come yet, at most HANDSHAKES_MAX.
         self._handshakes = 0
-        # When a rejection of a peer was logged last, by reason: once in REJECTION_LOG_S.
-        self._logged_s: dict[tuple[str, str], float] = {}
         self.port = 0
         # The last message and its frame: what goes to all regions is encoded once.
         self._encoded: tuple[ControlMessage | None, bytes] = (None, b"")
@@ -305,29 +301,20 @@ class GrpcTransport:
         return {peer: link.status() for peer, link in self.links.items()}
 
     def reject(self, peer: str, error: PeerError) -> None:
-        """Count what a peer did wrong, and log it at most once per `REJECTION_LOG_S` for each peer and reason."""
+        """Count what a peer did wrong, and log it; the log holds back what repeats itself (`daemon.logs.PeerLines`)."""
         if isinstance(error, ModelsDiffer) and peer in self.links:
             self.other_models[peer] = str(error)
         key = (peer, _reason(error))
         if key not in self.rejections and len(self.rejections) >= REJECTIONS_MAX:
             return
-        if self._count(key):
-            _log.warning("rejected", peer=peer, reason=key[1], error=str(error), count=self.rejections[key])
+        self.rejections[key] += 1
+        _log.warning("rejected", peer=peer, reason=key[1], error=str(error), count=self.rejections[key])
         # No honest peer of this version sends that. Another run or version is a mistake of people, and no strike.
         is_strike = isinstance(error, (ProtocolViolation, PayloadCorrupt))
         if is_strike and self._quarantine.strike(peer, str(error), now_ns=time.monotonic_ns()):
             _log.error("quarantined", peer=peer, reason=self.quarantine_reason(peer))
             if peer in self.links:
                 self.links[peer].drop(self.quarantine_reason(peer))
-
-    def _count(self, key: tuple[str, str]) -> bool:
-        """Count a rejection by (peer, reason). Returns whether it is time for a log line about it."""
-        self.rejections[key] += 1
-        now_s = asyncio.get_running_loop().time()
-        if now_s - self._logged_s.get(key, -REJECTION_LOG_S) < REJECTION_LOG_S:
-            return False
-        self._logged_s[key] = now_s
-        return True
 
     def quarantine_reason(self, peer: str) -> str:
         """Why a peer is shut out now, and for how long; empty when it is not."""
@@ -362,9 +349,9 @@ class GrpcTransport:
     def listener_lost(self) -> None:
         """Some peer has found a way to have gRPC close our port; who it was gRPC does not tell."""
         key = (UNKNOWN_PEER, "listener")
-        if self._count(key):
-            reason = "gRPC closed the port: it is opened again"
-            _log.error("listener closed", peer=UNKNOWN_PEER, reason=reason, count=self.rejections[key])
+        self.rejections[key] += 1
+        reason = "gRPC closed the port: it is opened again"
+        _log.error("listener closed", peer=UNKNOWN_PEER, reason=reason, count=self.rejections[key])
 
     def link_superseded(self, peer: str, error: PeerError | None) -> None:
         """The word of one peer is not enough: it could be broken, or captured. With one peer only, nobody can confirm

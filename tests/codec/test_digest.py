@@ -1,7 +1,6 @@
 """Digests: against hashlib and BLAKE3 by hand, and sensitive to everything that must be equal."""
 
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -39,12 +38,6 @@ def test_the_root_is_over_the_size_and_the_leaves_of_theta_then_momentum(n: int)
         for start in range(0, len(data), 1 << 20):
             leaves += blake3(data[start : start + (1 << 20)]).digest()
     assert fragment_digest(theta, momentum) == sha(n.to_bytes(8, "little") + leaves)
-
-
-def test_threads_give_the_same_digest() -> None:
-    theta, momentum = state(2 * LEAF_VALUES + 77)
-    with ThreadPoolExecutor(3) as pool:
-        assert fragment_digest(theta, momentum, pool) == fragment_digest(theta, momentum)
 
 
 def test_every_bit_and_the_place_of_every_value_counts() -> None:

@@ -84,8 +84,8 @@ async def test_a_fault_of_the_core_ends_the_daemon_with_it(spec: NodeSpec, nodes
 
 def test_an_order_to_finish_before_there_is_a_run_is_refused_with_a_reason(spec: NodeSpec) -> None:
     daemon = Daemon(spec)
-    with pytest.raises(ConfigError, match="no run to finish yet: a loads its kernels"):
-        daemon.finish("asked by the operator")
+    with pytest.raises(ConfigError, match="no run yet to finish: a loads its kernels"):
+        daemon.running_node("finish").finish("asked by the operator")
 
 
 async def test_what_the_supervisor_finds_wrong_with_the_learner_is_told_and_shown(
@@ -100,8 +100,8 @@ async def test_what_the_supervisor_finds_wrong_with_the_learner_is_told_and_show
     write_process(spec.state_dir, {"state": "running", "reason": "", "crashes": 0, "hangs": 0})
     await eventually(lambda: daemon.status()["learner_process"] != {})
     assert daemon.status()["reason"] == "waits for the learner to list its tensors", "the kernels are there"
-    with pytest.raises(ConfigError, match=r"no run to finish yet.*learner"):
-        daemon.finish("asked by the operator")
+    with pytest.raises(ConfigError, match=r"no run yet to finish.*learner"):
+        daemon.running_node("finish").finish("asked by the operator")
     assert daemon.notes.last == []
     write_process(spec.state_dir, fault)
     await eventually(lambda: daemon.notes.last)

@@ -4,10 +4,13 @@ import asyncio
 import socket
 from pathlib import Path
 
+import pytest
+import structlog
 from http2_attacks import PREFACE, client_context, opening, settings
 from structlog.testing import capture_logs
 
 from diloco_node.core.messages import RequestVoteReply
+from diloco_node.daemon.logs import PeerLines
 from diloco_node.transport.kernel.tcp_info import is_listening, listening_sockets
 from tests.kit.transport_kit import Mesh, address
 from tests.kit.waiting import eventually
@@ -71,12 +74,18 @@ async def test_a_port_that_somebody_else_has_taken_meanwhile_is_tried_again(mesh
     await at_a.until(lambda: at_a.is_up.get("b"))
 
 
-async def test_a_port_that_is_closed_again_and_again_is_one_line_and_counted(mesh: Mesh) -> None:
+async def test_a_port_that_is_closed_again_and_again_is_counted_and_the_log_holds_it_back(mesh: Mesh) -> None:
     b, _ = await mesh.start("b", {"a": None})
     with capture_logs() as lines:
         for _ in range(3):
             b.listener_lost()
-    assert [line["count"] for line in lines if line["event"] == "listener closed"] == [1]
+    lines = [line for line in lines if line["event"] == "listener closed"]
+    assert [line["count"] for line in lines] == [1, 2, 3]
+    repeats = PeerLines()
+    assert repeats(None, "", lines[0]) == lines[0]
+    for line in lines[1:]:
+        with pytest.raises(structlog.DropEvent):
+            repeats(None, "", line)
     assert b.rejections["unknown", "listener"] == 3
 
 

@@ -166,7 +166,7 @@ class AdminServer:
         reason = document.get("reason", FINISH_REASON)
         if not isinstance(reason, str) or not 0 < len(escaped(reason).encode()) <= FINISH_REASON_BYTES_MAX:
             raise ConfigError(f"reason must be a text of 1 to {FINISH_REASON_BYTES_MAX} bytes")
-        self._daemon.finish(escaped(reason))
+        self._daemon.running_node("finish").finish(escaped(reason))
         return web.json_response({"accepted": True}, status=202)
 
     async def _drain(self, _: web.Request) -> web.Response:
@@ -188,11 +188,12 @@ class AdminServer:
         return web.json_response({"revokes": self._daemon.revoke(region, pem)}, status=202)
 
     async def _change_members(self, request: web.Request) -> web.Response:
-        self._daemon.change_members(await _order(request))
+        self._daemon.running_node("change").change_members(await _order(request))
         return web.json_response({"accepted": True}, status=202)
 
     async def _change_settings(self, request: web.Request) -> web.Response:
-        return web.json_response({"changes": self._daemon.change_settings(await _order(request))}, status=202)
+        node = self._daemon.running_node("change")
+        return web.json_response({"changes": node.change_settings(await _order(request))}, status=202)
 
     async def _lift_quarantine(self, request: web.Request) -> web.Response:
         return web.json_response({"lifted": self._daemon.lift_quarantine(await _peer(request))})

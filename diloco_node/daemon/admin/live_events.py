@@ -26,25 +26,24 @@ Document = dict[str, Any]
 
 class LiveEvents:
     """Two kinds of events: first a `snapshot`, then a `status` every `PERIOD_S`, of all regions. Both may raise
-    nothing."""
+    nothing.
+
+    Attributes:
+        viewers: a queue for each that looks on.
+    """
 
     def __init__(self, snapshot: Callable[[], Awaitable[Document]], status: Callable[[], Awaitable[Document]]) -> None:
         self._snapshot = snapshot
         self._status = status
-        self._viewers: set[asyncio.Queue[bytes | None]] = set()
+        self.viewers: set[asyncio.Queue[bytes | None]] = set()
         self._making: asyncio.Task[None] | None = None
-
-    @property
-    def viewers(self) -> int:
-        """How many look on."""
-        return len(self._viewers)
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """Answer one viewer until it goes, or `stop`."""
-        if len(self._viewers) >= VIEWERS_MAX:
+        if len(self.viewers) >= VIEWERS_MAX:
             return web.Response(status=503, text=f"{VIEWERS_MAX} pages look on already: close one\n")
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUE_MAX)
-        self._viewers.add(queue)
+        self.viewers.add(queue)
         if self._making is None or self._making.done():
             self._making = asyncio.create_task(self._make(), name="live events")
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
@@ -61,12 +60,12 @@ class LiveEvents:
             if request.transport is not None:  # closing would wait for what is not read
                 request.transport.abort()
         finally:
-            self._viewers.discard(queue)
+            self.viewers.discard(queue)
         return answer
 
     async def stop(self) -> None:
         """End all streams, and make no more events."""
-        for queue in self._viewers:
+        for queue in self.viewers:
             put_newest(queue, None)
         if self._making is not None:
             self._making.cancel()
@@ -74,13 +73,13 @@ class LiveEvents:
 
     async def _make(self) -> None:
         try:
-            while self._viewers:
+            while self.viewers:
                 await asyncio.sleep(PERIOD_S)
                 chunk = event_chunk("status", await self._status())
-                for queue in self._viewers:
+                for queue in self.viewers:
                     put_newest(queue, chunk)
         finally:
-            for queue in self._viewers:  # whatever went wrong: they come again, and do not wait for nothing
+            for queue in self.viewers:  # whatever went wrong: they come again, and do not wait for nothing
                 put_newest(queue, None)
 
 

@@ -195,7 +195,6 @@ def _round(round_: RoundView, now_ns: int) -> dict[str, Any]:
         "members": list(round_.members),
         "reducers": list(round_.reducers),
         "open_seconds": (now_ns - round_.opened_at_ns) / 1e9 if round_.opened_at_ns else None,
-        "deadline_in_seconds": (round_.deadline_ns - now_ns) / 1e9 if round_.deadline_ns else None,
         "reason": round_.waiting,
     }
 
@@ -254,7 +253,6 @@ def _learner(learner: LearnerProxy, now_ns: int) -> dict[str, Any] | None:
         else {
             "activity": pause.activity,
             "since_seconds": now_ns / 1e9 - pause.since_s,
-            "limit_seconds": pause.limit_s,
         },
         "at_stake": None if place is None else place.losses,
         "discounted_versions": facts.discounted_versions,

@@ -70,19 +70,22 @@ class Region:
         return "stopped"
 
     def handlers(self) -> Any:
+        node = SimpleNamespace(
+            finish=self.finished.append,
+            change_members=lambda document: self.asked.append(dict(document)),
+            change_settings=lambda document: [str(word) for word in document["set"]],
+        )
         return SimpleNamespace(
+            running_node=lambda purpose: node,
             status=lambda: {"region": "us-east", "step": 3},
             snapshot=lambda: {"status": {"region": "us-east"}},
             not_ready_reason=lambda: self.reason,
-            finish=self.finished.append,
             drain=lambda: self.finished.append("drained"),
             set_budget=self.set_budget,
             measure=self.measure,
             expel=self.expel,
             revoke=self.revoke,
             lift_quarantine=self.lift_quarantine,
-            change_members=lambda document: self.asked.append(dict(document)),
-            change_settings=lambda document: [str(word) for word in document["set"]],
             start_learner=self.start_learner,
         )
 

@@ -157,8 +157,8 @@ async def test_who_takes_nothing_for_long_loses_the_connection(monkeypatch: pyte
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     with socket.create_connection(runner.addresses[0][:2]) as viewer:
         viewer.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await eventually(lambda: live.viewers == 1)
-        await eventually(lambda: live.viewers == 0)
+        await eventually(lambda: len(live.viewers) == 1)
+        await eventually(lambda: len(live.viewers) == 0)
         await eventually(lambda: runner.server is not None and not runner.server.connections)
     await live.stop()
     await runner.cleanup()
