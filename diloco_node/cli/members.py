@@ -154,7 +154,7 @@ def recover(
     from diloco_node.daemon.lone_region import go_on_alone, look_alone
     from diloco_node.daemon.spec import NodeSpec
     from diloco_node.transport.authority import sign
-    from diloco_node.transport.certificates import CA_KEY, load_identity
+    from diloco_node.transport.certificates import load_identity
 
     folder = region_folder(place, config, file=NODE_NAME)
     spec = NodeSpec.load(folder / NODE_NAME)
@@ -167,7 +167,7 @@ def recover(
             f"with --force. If a majority of {', '.join(facts.voters)} can come back, start those instead"
         )
     identity = load_identity(spec.identity_dir, region=spec.region, run_id=spec.run_id)
-    key = key if key is not None else load(config).run.certs_dir / CA_KEY
+    key = _key(key, config)
     if fault := identity.signature_fault(spec.run_id.encode(), sign(key, spec.run_id.encode())):
         raise ConfigError(f"{key}: {fault}")
     _check_silence(spec, identity, {name: facts.addresses[name] or spec.peers.get(name) for name in facts.leavers})
@@ -214,16 +214,22 @@ def _change(
     is_forced: bool = False,
     address: str | None = None,
 ) -> None:
-    from diloco_node.transport.certificates import CA_KEY
-
     folder = region_folder(place, config)
-    key = key if key is not None else load(config).run.certs_dir / CA_KEY
+    key = _key(key, config)
     voters = change_members(folder, name, kind, key, is_forced=is_forced, address=address)
     fact = "is removed" if kind == "former" else f"is a {kind}"
     typer.echo(
         f"{folder.name} puts it into the ledger: {name} {fact} when a majority agrees. The voters are "
         f"{', '.join(voters)} then; `diloco-node members list` shows them"
     )
+
+
+def _key(key: Path | None, config: Path | None) -> Path:
+    from diloco_node.transport.certificates import CA_KEY
+
+    if key is None and config is None and not Path("run.toml").exists():
+        raise ConfigError(f"there is no run.toml here that names the authority's folder: give --ca-key {CA_KEY}")
+    return key if key is not None else load(config).run.certs_dir / CA_KEY
 
 
 def change_members(
@@ -246,7 +252,8 @@ def change_members(
     if address is None and before.kind_of(name) is MemberKind.FORMER:
         names = ", ".join(before.disks)
         verb = "witness URL" if name == WITNESS_NAME else "add"
-        raise ConfigError(f"{name} is no member of the run, which has {names}: `members {verb}` makes it one")
+        remedy = "nothing is to be removed" if kind == MemberKind.FORMER else f"`members {verb}` makes it one"
+        raise ConfigError(f"{name} is no member of the run, which has {names}: {remedy}")
     roster = before.changed(MembershipBody(name, kind, address or ""))
     signature = sign(key, roster.statement(run_id)).hex()
     order = {"region": name, "kind": kind, "address": address, "changes": roster.changes}
