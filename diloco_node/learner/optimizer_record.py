@@ -182,7 +182,7 @@ def is_inside_step() -> bool:
 def _apart(now: Tensor, before: Tensor) -> Tensor:
     """Distance in lengths of the values before; 0 where those are zero or not finite: nobody can say how far is far.
 
-    Values that are huge now are as far as can be. Of NaN and infinite ones the snapshot tells.
+    Values that are huge now are as far as can be. The snapshot tells of NaN and infinite ones.
     """
     way = torch.linalg.vector_norm(now - before, dtype=torch.float32)
     length = torch.linalg.vector_norm(before, dtype=torch.float32)

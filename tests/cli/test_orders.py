@@ -53,19 +53,20 @@ class Region:
         self._folder = folder
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
+        node = SimpleNamespace(
+            finish=self.finished.append, change_members=self._change, change_settings=self._set_in_run
+        )
         handlers: Any = SimpleNamespace(
+            running_node=lambda purpose: node,
             status=lambda: self.status,
             snapshot=dict,
             not_ready_reason=str,
-            finish=self.finished.append,
             drain=lambda: self.finished.append("drained"),
             set_budget=self._set,
             measure=None,
             expel=self._expel,
             revoke=self._revoke,
             lift_quarantine=self._lift,
-            change_members=self._change,
-            change_settings=self._set_in_run,
             start_learner=lambda: "stopped",
         )
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)
@@ -348,7 +349,7 @@ def test_changes_of_the_members_are_signed_with_the_authoritys_key(
     assert "--address is 'ap.example': it must be" in capsys.readouterr().err
     for command in ("demote", "promote", "remove"):
         assert main(["members", command, "ue"]) == 2
-        assert "ue is no member of the run, which has asia, eu, us: `members add`" in capsys.readouterr().err
+        assert "ue is no member of the run, which has asia, eu, us: nothing is to be removed" in capsys.readouterr().err
     assert main(["members", "remove", "witness"]) == 2
     assert "`members witness URL` makes it one" in capsys.readouterr().err
     region.status["members"]["rows"].append({"region": "witness", "kind": "witness", "address": "s3://b/w"})

@@ -258,15 +258,13 @@ class ShownRun:
             status=self.status,
             snapshot=self.snapshot,
             not_ready_reason=lambda: "",
-            finish=lambda _: None,
+            running_node=None,
             drain=lambda: None,
             set_budget=lambda _: {},
             measure=measure,
             expel=None,
             revoke=None,
             lift_quarantine=lambda _: False,
-            change_members=lambda _: None,
-            change_settings=lambda _: [],
             start_learner=lambda: "waiting",
         )
 

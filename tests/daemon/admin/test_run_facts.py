@@ -9,6 +9,7 @@ import pytest
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
+from diloco_node.core.merge.outliers import RecentRounds
 from diloco_node.core.rounds.progress import RunPosition
 from diloco_node.core.types import RunSettings
 from diloco_node.daemon.admin import run_facts
@@ -35,6 +36,7 @@ class Scripted:
             account=ACCOUNT,
             finished=None,
             settings=SimpleNamespace(tokens_ratio_max=8.0),
+            recent=[RecentRounds()],
         )
         progress = SimpleNamespace(
             position=lambda now_ns: RunPosition(int(250 * (self.part or 0.0)), self.part),

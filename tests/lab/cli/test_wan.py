@@ -140,15 +140,13 @@ async def test_status_finds_a_region_in_another_namespace_by_its_socket(tmp_path
         status=lambda: {"region": "us-east", "step": 3},
         snapshot=dict,
         not_ready_reason=str,
-        finish=print,
+        running_node=None,
         drain=print,
         set_budget=lambda change: change,
         measure=None,
         expel=None,
         revoke=None,
         lift_quarantine=None,
-        change_members=None,
-        change_settings=None,
         start_learner=None,
     )
     server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)
