@@ -166,7 +166,7 @@ class Diloco(LoopView):
             self._fail(error)
             raise
         if auto_step is not None:
-            auto_step.begin(lambda tokens, loss: self.step(tokens=tokens, loss=loss))
+            auto_step.begin(lambda tokens, loss: self.step(tokens=tokens, loss=loss), self._refuse)
 
     @property
     def _is_closed(self) -> bool:
@@ -406,7 +406,8 @@ class Diloco(LoopView):
 
     def _fail(self, error: BaseException) -> None:
         last = failure(error)
-        if self._session is not None and isinstance(error, DilocoError):
+        # Whoever has left, or is a copy that the learner has forked, fails for itself alone.
+        if not self._is_closed and self._session is not None and isinstance(error, DilocoError):
             self._session.fail(last.reason)
         self._close(last)
 
@@ -436,7 +437,7 @@ class Diloco(LoopView):
                 warnings.warn(
                     "DILOCO_SOCKET is not set: training alone. Start this script with "
                     "`diloco-node start --region NAME -- COMMAND` to join a run",
-                    stacklevel=4,
+                    stacklevel=6,
                 )
             return
         self._place.take()

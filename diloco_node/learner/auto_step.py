@@ -42,10 +42,13 @@ class AutoStep:
         self._handle: RemovableHandle | None = None
         self._tell: Callable[[int, Tensor | None], None] | None = None
 
-    def begin(self, tell: Callable[[int, Tensor | None], None]) -> None:
-        """From now on call `tell` after each step, with its tokens and the loss that the model returned."""
+    def begin(self, tell: Callable[[int, Tensor | None], None], refuse: Callable[[LearnerError], None]) -> None:
+        """From now on call `tell` after each step, with its tokens and the loss that the model returned.
+
+        refuse: hears of a step that can't be told, which its script may catch.
+        """
         self._watch.take()
-        self._tell = tell
+        self._tell, self._refuse = tell, refuse
         # A compiled step would have the hook in its graph, and the whole of a boundary. An optimizer has loaded dynamo.
         stepped = torch.compiler.disable(self._stepped)  # type: ignore[no-untyped-call]
         self._handle = self.optimizer.register_step_post_hook(stepped)
@@ -62,10 +65,12 @@ class AutoStep:
         if not tokens and all(group.get("lr") == 0 for group in self.optimizer.param_groups):
             return  # get_optimizer_state_dict() of torch.distributed.checkpoint makes the states by such a step
         if not tokens:
-            raise LearnerError(
+            error = LearnerError(
                 "the optimizer made a step, but the model that was attached was not called in training mode: call "
                 "model.train(), attach the module that the loop calls, or call step() yourself"
             )
+            self._refuse(error)
+            raise error
         self.is_stepping = True
         try:
             self._tell(tokens, loss)

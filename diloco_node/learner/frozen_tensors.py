@@ -77,7 +77,9 @@ def running_buffers(module: nn.Module) -> list[Tensor]:
     if RUNNING & {kind.__name__ for kind in type(module).__mro__}:
         return [buffer for buffer in module._buffers.values() if buffer is not None]
     hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__name__ == "SpectralNorm"]
-    return [module._buffers[f"{hook.name}_{side}"] for hook in hooks for side in "uv"]  # type: ignore[misc,attr-defined]
+    # A script's own hook of that name may have one of them.
+    buffers = [module._buffers.get(f"{getattr(hook, 'name', '')}_{side}") for hook in hooks for side in "uv"]
+    return [buffer for buffer in buffers if buffer is not None]
 
 
 def _row(tensor: Tensor) -> tuple[str, list[int], list[list[int]], list[float]]:

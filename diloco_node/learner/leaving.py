@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from diloco_node.core.bounds import REASON_BYTES
 from diloco_node.errors import DilocoError, LearnerError
 from diloco_node.learner.local_fragments import LearnerFragments
-from diloco_node.learner.process_signals import LearnerPlace
+from diloco_node.learner.process_signals import LearnerPlace, is_alive
 from diloco_node.learner.ranks import Ranks
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from diloco_node.wire.learner_link import NO_SNAPSHOT, UNATTACHED, Failed, VersionOffered
@@ -54,12 +54,14 @@ def refusals_noted() -> Iterator[None]:
         yield
     except DilocoError as error:
         memory = os.environ.get("DILOCO_SUPERVISOR", "")
-        if memory and LearnerPlace.is_free():
+        if memory and os.environ.get("DILOCO_SOCKET") and LearnerPlace.is_free():
             mark = PlaceMark(os.getpid(), fault=failure(error).reason)
             log.error("attach() refuses this script: %s", error)
             with contextlib.suppress(LearnerError), request_area(Path(memory), PLACE_AREA, PLACE_BYTES) as area:
                 last = PlaceMark.decode(area[:])
-                if last is None or last.pid != mark.pid or not last.has_left:
+                # The learner may be another rank, or the process that has started this one.
+                is_own = last is None or (not last.has_left if last.pid == mark.pid else not is_alive(last.pid))
+                if is_own:
                     area[:] = mark.encode()
         raise
 

@@ -289,11 +289,12 @@ class ModelWatch:
         writes = record.writes
         record.note(is_step=True)
         self._steps.moves += record.writes != writes
-        record.told_steps = self._steps.told
+        untold_steps = record.untold_steps if record.told_steps == self._steps.told else 0
+        record.untold_steps, record.told_steps = untold_steps + record.is_stepping, self._steps.told
         for sibling in record.siblings:
             if sibling.sample is not None:
                 sibling.note(is_step=True)
-        self._steps.stepped()
+        self._steps.stepped(record.untold_steps)
         record.steps += record.is_stepping  # a step may call that of its base class, see above
         record.is_stepping = False
         self._states.stepped(optimizer)

@@ -41,7 +41,7 @@ class OptimizerRecord:
         writes: how often each was written to, when this learner or the optimizer did so last, and where the largest
             lies. steps: since `attach`. largest: place of the largest of them.
         counted_steps: of the optimizer whose steps count, when this one's last step began.
-        told_steps: that the loop had told when `sample` was taken.
+        told_steps: that the loop had told when `sample` was taken. untold_steps: of this optimizer since then.
         is_stepping: it is in a step: what it writes was not noted yet.
         is_captured: a CUDA graph recorded a step of it since its writes were noted.
         sample: of its largest tensor at that time: a load changes all of them.
@@ -57,6 +57,7 @@ class OptimizerRecord:
     steps: int = 0
     counted_steps: int = 0
     told_steps: int = 0
+    untold_steps: int = 0
     is_stepping: bool = False
     is_captured: bool = False
     sample: Tensor | None = None

@@ -193,6 +193,11 @@ class LearnerPlace:
             os.environ.pop(LEARNER_VARIABLE, None)
 
 
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process."""
+    return bool(_start_of(pid))
+
+
 def _start_of(pid: int) -> str:
     """When the process that has this number now was started; empty if there is none."""
     process = process_of(pid)

@@ -32,20 +32,17 @@ class StepCounts:
         self._warn = warn
         # By the last multiple of STILL_STEPS that were told.
         self._moves_before = 0
-        # Of all optimizers since the last that was told.
-        self._untold = 0
         # Told since then, with steps of an optimizer. One may be around another, and several may train in turns.
         self._real = 0
         self._has_warned = False
 
-    def stepped(self) -> None:
-        """An optimizer has made a step."""
+    def stepped(self, untold_steps: int) -> None:
+        """An optimizer has made a step. untold_steps: of this one, since the last that was told."""
         self.has_stepped = True
-        self._untold += 1
-        if self._untold == UNTOLD_MAX and not self._has_warned:
+        if untold_steps == UNTOLD_MAX and not self._has_warned:
             self._has_warned = True
             self._warn(
-                f"the optimizers made {UNTOLD_MAX} steps, and the loop told of none of them: they count for nothing, "
+                f"an optimizer made {UNTOLD_MAX} steps, and the loop told of none of them: they count for nothing, "
                 'and nothing is merged meanwhile. Call step() after each optimizer.step(), or attach(..., step="auto")'
             )
 
@@ -57,7 +54,7 @@ class StepCounts:
         """
         self.told += 1
         self._real += self.has_stepped
-        self.has_stepped, self._untold = False, 0
+        self.has_stepped = False
         if self.told % STILL_STEPS:
             return False
         counts = [count for record in records if (count := record.take_steps())]

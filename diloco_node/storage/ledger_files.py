@@ -55,7 +55,7 @@ FRAME_BYTES_MAX: Final = 256 << 20
 
 _VOTE_MAGIC: Final = b"DLVOTE1\n"
 _LOG_MAGIC: Final = b"DLLEDGER"
-LEDGER_VERSION: Final = 2
+LEDGER_VERSION: Final = 3
 """Another one for each change of the fields of entries (`core.ledger.entries`)."""
 
 _FRAME: Final = struct.Struct("<4sIII")

@@ -98,3 +98,28 @@ def test_a_refusal_by_attach_is_noted_and_that_of_a_second_learner_is_not(
     monkeypatch.setenv("DILOCO_SUPERVISOR", "")
     with pytest.raises(ConfigError, match="start through"):
         diloco_node.attach(model)
+
+
+def test_what_a_closed_learner_refuses_is_no_crash_of_the_one_that_has_left(folder: Path) -> None:
+    optimizer = make(model := net())
+    with FakeDaemon(folder):
+        with contextlib.suppress(LearnerError), diloco_node.attach(model, optimizer) as diloco:
+            train(model, optimizer, diloco)
+            diloco.close()
+            diloco.step(tokens=1)
+        assert (mark := mark_of(folder)) is not None
+        assert (mark.fault, mark.has_left) == ("", True)
+
+
+def test_a_step_that_can_not_be_counted_is_a_refusal_though_a_script_hides_it(folder: Path) -> None:
+    optimizer = make(model := net())
+    with FakeDaemon(folder):
+        diloco = diloco_node.attach(model, optimizer, step="auto")
+        model.eval()
+        model(torch.randn(4, 6)).square().mean().backward()
+        with contextlib.suppress(LearnerError):
+            optimizer.step()
+        assert diloco.should_stop
+        diloco.close()
+        assert (mark := mark_of(folder)) is not None
+        assert "was not called in training mode" in mark.fault

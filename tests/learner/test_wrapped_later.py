@@ -288,5 +288,19 @@ def test_steps_of_which_none_is_told_are_named_once(folder: Path) -> None:
         daemon.wait_for(Done)
         (text,) = warnings_of(daemon)
         assert re.match(
-            rf"the optimizers made {UNTOLD_MAX} steps, and the loop told of none of them.*Call step\(\)", text
+            rf"an optimizer made {UNTOLD_MAX} steps, and the loop told of none of them.*Call step\(\)", text
         )
+
+
+def test_one_optimizer_for_each_tensor_makes_no_untold_steps(folder: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(UNTOLD_MAX // 2 + 8)))
+    optimizers = [torch.optim.SGD([tensor], lr=1e-4) for tensor in model.parameters()]
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(model, optimizers, checkpoint_every_s=0) as diloco:
+            for _ in range(3):
+                model(torch.randn(4, 2)).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                diloco.step(tokens=4)
+        daemon.wait_for(Done)
+        assert not [message.text for message in daemon.said if isinstance(message, Warned) and "steps" in message.text]

@@ -208,15 +208,16 @@ class Roster:
     def is_split_from(self, peer_roster: Roster) -> bool:
         """Whether neither became the other: in one history each change is newer than all before."""
         old_roster, roster = sorted((self, peer_roster), key=lambda side: side.changes)
+        if old_roster.changes == roster.changes:  # what is signed, for a peer may make up the rest
+            return old_roster.statement("") != roster.statement("")
         last_index = max((line.since for line in old_roster.memberships.values()), default=0)
-        is_same_age = old_roster.changes == roster.changes
         for name in old_roster.memberships | roster.memberships:
             old_line, line = old_roster.memberships.get(name), roster.memberships.get(name)
             if old_line and line and (old_line.kind, old_line.since) == (line.kind, line.since):
                 continue
             # A witness that is removed is forgotten.
             is_news = name == old_roster.witness if line is None else line.since > last_index
-            if is_same_age or not is_news:
+            if not is_news:
                 return True
         return False
 

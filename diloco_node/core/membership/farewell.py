@@ -49,6 +49,8 @@ class Farewell:
         self._shown_changes = 0
         # The last entry of the log, and since when it is the last one.
         self._last_index, self._last_ns = -1, 0
+        # Peers of another run by the same name, and the changes of its members that were told.
+        self._splits: set[tuple[str, int]] = set()
 
     def tell(self, peer: str) -> bool:
         """Show a peer the members, if they ever changed. Returns whether it was removed."""
@@ -72,7 +74,7 @@ class Farewell:
             return
         roster = Roster.of_lines(message.members, changes, message.signature)
         is_split = own_changes > 0 and changes > 0 and own.is_split_from(roster)
-        if is_old and not is_split:
+        if (is_old and not is_split) or (is_split and (peer, changes) in self._splits):
             return
         is_removed = roster.has_removed(self._region)
         if fault := self._roster_fault(roster):
@@ -80,6 +82,7 @@ class Farewell:
             if not is_old:
                 self._effects.note("members", f"{peer} shows {subject}: {fault}", is_alarm=True)
         elif is_split:
+            self._splits.add((peer, changes))
             self._effects.note("members", self._split_text(peer, roster), is_alarm=True)
         elif is_removed:
             self._leave(f"{peer} shows the authority's signature, change {changes} of the members")
@@ -97,8 +100,9 @@ class Farewell:
         sides = f"one of {', '.join(self._own_roster.names)}, one of {', '.join(roster.names)}"
         return (
             f"{self._region} and {peer} are of two runs with one name, {sides}: `members recover --force` was given in "
-            f"two places, or beside a majority. Nothing is merged between them. Decide which run goes on. Stop the "
-            f"regions of the other one, empty their folders, and add them with `members add`: its work is lost"
+            "two places, or beside a majority. Nothing is merged between them. Compare `members list` of both, and decide "
+            "which run goes on. Stop the regions of the other one, empty their folders, and add them with "
+            "`members add`: its work is lost"
         )
 
     def look(self, *, now_ns: int) -> None:

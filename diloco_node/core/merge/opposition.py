@@ -2,9 +2,9 @@
 
 A gradient that is turned around is as long as an honest one, and RDA restores the length of the mean: one of four
 costs 9 % of the loss, twice as long or with twice the weight far more. No limit of length or weight finds it. But each
-audited entry has projections of every contribution on the same random signs, which members can't make up: their
-weighted sum is that of the payload (`core.merge.freivalds`). The cosine of a member's row with the sum of the others'
-is that of the contributions, give or take one over the root of the windows.
+audited entry has projections of every contribution on the same random signs. Their weighted sum is that of the payload
+(`core.merge.freivalds`), so only a leader can make up rows, its own against another's. The cosine of a member's row
+with the weighted sum of the others' is that of the contributions, give or take one over the root of the windows.
 
 A member's score adds these cosines up and forgets. It is never above zero, so that nobody earns credit. Where data say
 nothing about one another, or honest regions differ, cosines are near zero: the score is a sum of noise that stays far
@@ -37,6 +37,9 @@ FREE_ABOVE: Final = -4.0
 GONE_ABOVE: Final = -0.1
 """Scores nearer to zero are dropped."""
 
+LENGTH_MIN: Final = 2.0**-100
+"""A shorter contribution has no direction, and its row is bound by nothing."""
+
 SCORE_MIN: Final = -16.0 * 16.0
 """No score is lower: a row of 128 windows adds 11.4 at most."""
 
@@ -61,22 +64,29 @@ class Opposition:
         opponents = frozenset(names) & {name for name, score in self.scores.items() if score.is_opposed}
         return opponents if len(names) >= MEMBERS_MIN and 2 * len(opponents) < len(names) else frozenset()
 
-    def after(self, contributions: Sequence[Contribution], rows: Sequence[Sequence[float]]) -> Opposition:
-        """Return the scores after one more round. rows: the projections in its entry; empty if it was not audited."""
-        units = {}
-        for contribution, row in zip(contributions, rows, strict=False):
+    def after(
+        self, contributions: Sequence[Contribution], weights: Sequence[float], rows: Sequence[Sequence[float]]
+    ) -> Opposition:
+        """Return the scores after one more round.
+
+        weights: in the sum; 0: nothing of it counts, so it may tell any row. rows: the projections in its entry; empty
+        if it was not audited. Where one member tells none the sum binds nobody, and nobody is judged.
+        """
+        units, weight_of = {}, {}
+        for contribution, weight, row in zip(contributions, weights, rows, strict=False):
             length = sqrt(fsum(contribution.squared_norms))
-            if row and length > 0.0:
+            if length >= LENGTH_MIN:
                 units[contribution.learner] = [value / length for value in row]
-        if len(units) < MEMBERS_MIN:
+                weight_of[contribution.learner] = weight
+        if len(units) < MEMBERS_MIN or not all(rows):
             return self
-        cosines = _cosines(units)
+        cosines = _cosines(units, weight_of)
         members = {contribution.learner for contribution in contributions}
         scores = {}
         for name in sorted({*self.scores, *cosines}):
             before = self.scores.get(name, Score(0.0, is_opposed=False))
             if name in members and name not in cosines:
-                scores[name] = before  # Who tells no row is not forgiven for that.
+                scores[name] = before  # Who brings nothing is not forgiven for that.
                 continue
             value = min(0.0, KEEP * before.value + cosines.get(name, 0.0))
             if value <= GONE_ABOVE:
@@ -116,20 +126,20 @@ class Opposition:
 NO_OPPOSITION: Final = Opposition()
 
 
-def _cosines(units: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return per learner the cosine of its row with the sum of the others', times the root of their windows.
+def _cosines(units: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> dict[str, float]:
+    """Return per learner the cosine of its row with the weighted sum of the others', times the root of their windows.
 
     Windows lie in pieces of different size: each counts alike, by the mean square of its values.
     """
-    columns = list(zip(*units.values(), strict=True))
+    merged = {name: [weights[name] * value for value in unit] for name, unit in units.items()}
+    columns = list(zip(*merged.values(), strict=True))
     scales = [sqrt(fsum(value * value for value in column)) for column in columns]
-    sums = [fsum(column) for column in columns]
     cosines = {}
     for name, unit in units.items():
         own = [value / scale for value, scale in zip(unit, scales, strict=True) if scale > 0.0]
-        rivals = [
-            (total - value) / scale for total, value, scale in zip(sums, unit, scales, strict=True) if scale > 0.0
-        ]
+        # Not the sum less its own: that would lose small values beside a large one.
+        others = zip(*(row for rival, row in merged.items() if rival != name), strict=True)
+        rivals = [fsum(column) / scale for column, scale in zip(others, scales, strict=True) if scale > 0.0]
         lengths = fsum(value * value for value in own) * fsum(value * value for value in rivals)
         dot = fsum(first * second for first, second in zip(own, rivals, strict=True))
         cosine = dot / sqrt(lengths) if lengths > 0.0 else 0.0

@@ -1,5 +1,7 @@
 """core/ledger/roster.py: entries change one membership at a time, and say nothing that can't follow."""
 
+import dataclasses
+
 import pytest
 
 from diloco_node.core.bounds import REGIONS
@@ -150,6 +152,13 @@ def test_a_witness_that_was_removed_makes_no_other_history() -> None:
     witness = MembershipBody("witness", "witness", "s3://x/y")
     beside = unchecked(GENESIS, REMOVED["c"], witness)
     assert not beside.is_split_from(beside.changed(MembershipBody("witness", "former"), 9))
+
+
+def test_lines_that_nobody_signed_make_no_other_history() -> None:
+    """A peer may show the signed list with another index of an entry."""
+    roster = unchecked(GENESIS, REMOVED["c"])
+    lines = {name: dataclasses.replace(line, since=line.since + 1) for name, line in roster.memberships.items()}
+    assert not roster.is_split_from(Roster(lines, roster.changes, roster.signature))
 
 
 def unchecked(*bodies: EntryBody) -> Roster:

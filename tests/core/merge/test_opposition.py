@@ -12,6 +12,7 @@ from diloco_node.core.types import Contribution
 from diloco_node.errors import ProtocolViolation
 
 NAMES = ("a", "b", "c", "d")
+EQUAL = (1.0, 1.0, 1.0, 1.0)
 
 
 def of(name: str, norm: float = 1.0) -> Contribution:
@@ -30,7 +31,7 @@ def audits_until(opposition: Opposition, name: str, *factors: float, shared: flo
     chance = random.Random(3)
     contributions = [of(name_, abs(factor)) for name_, factor in zip(NAMES, factors, strict=True)]
     for count in range(1, most):
-        opposition = opposition.after(contributions, rows_of(chance, *factors, shared=shared))
+        opposition = opposition.after(contributions, EQUAL, rows_of(chance, *factors, shared=shared))
         if name in opposition.opposed(NAMES):
             return count
     return most
@@ -44,7 +45,7 @@ def test_neither_length_nor_an_honest_past_puts_it_off() -> None:
     assert audits_until(Opposition(), "d", 1.0, 1.0, 1.0, -5.0) <= 16
     past, chance = Opposition(), random.Random(5)
     for _ in range(200):
-        past = past.after([*map(of, NAMES)], rows_of(chance, 1.0, 1.0, 1.0, 1.0))
+        past = past.after([*map(of, NAMES)], EQUAL, rows_of(chance, 1.0, 1.0, 1.0, 1.0))
     assert past.scores.get("d", Score(0.0, is_opposed=False)).value > -2.0, "nothing speaks against it"
     assert audits_until(past, "d", 1.0, 1.0, 1.0, -1.0) <= 16
 
@@ -54,7 +55,7 @@ def test_honest_members_are_never_opposed_even_if_their_data_say_nothing_about_o
     chance, opposition = random.Random(11), Opposition()
     lowest = 0.0
     for _ in range(2000):
-        opposition = opposition.after([*map(of, NAMES)], rows_of(chance, 1.0, 1.0, 1.0, 1.0, shared=shared))
+        opposition = opposition.after([*map(of, NAMES)], EQUAL, rows_of(chance, 1.0, 1.0, 1.0, 1.0, shared=shared))
         assert not opposition.opposed(NAMES)
         lowest = min([lowest, *(score.value for score in opposition.scores.values())])
     assert lowest < -2.0, "there was noise to be taken for a lie"
@@ -64,24 +65,33 @@ def test_who_mends_its_ways_counts_again_and_who_goes_on_does_not() -> None:
     chance, opposition = random.Random(7), Opposition()
     contributions = [*map(of, NAMES)]
     for _ in range(60):
-        opposition = opposition.after(contributions, rows_of(chance, 1.0, 1.0, 1.0, -1.0))
+        opposition = opposition.after(contributions, EQUAL, rows_of(chance, 1.0, 1.0, 1.0, -1.0))
     for _ in range(300):
-        opposition = opposition.after(contributions, rows_of(chance, 1.0, 1.0, 1.0, -1.0))
+        opposition = opposition.after(contributions, EQUAL, rows_of(chance, 1.0, 1.0, 1.0, -1.0))
         assert opposition.opposed(NAMES) == {"d"}
     for _ in range(40):
-        opposition = opposition.after(contributions, rows_of(chance, 1.0, 1.0, 1.0, 1.0))
+        opposition = opposition.after(contributions, EQUAL, rows_of(chance, 1.0, 1.0, 1.0, 1.0))
     assert not opposition.opposed(NAMES)
 
 
-def test_who_tells_no_rows_is_not_forgiven_and_who_is_away_is_in_time() -> None:
+def test_where_a_row_is_missing_nobody_is_judged_and_who_is_away_is_free_in_time() -> None:
     opposition, chance = Opposition(9, {"d": Score(-40.0, is_opposed=True)}), random.Random(2)
     for _ in range(30):
-        rows = rows_of(chance, 1.0, 1.0, 1.0, 1.0)
-        opposition = opposition.after([*map(of, NAMES)], [*rows[:3], []])
-    assert opposition.opposed(NAMES) == {"d"}
+        rows = rows_of(chance, 1.0, 1.0, -1.0, 1.0)
+        assert opposition.after([*map(of, NAMES)], EQUAL, [*rows[:3], []]) is opposition, "no sum binds the others"
     for _ in range(40):
-        opposition = opposition.after([*map(of, NAMES[:3])], rows_of(chance, 1.0, 1.0, 1.0))
+        opposition = opposition.after([*map(of, NAMES[:3])], EQUAL, rows_of(chance, 1.0, 1.0, 1.0))
     assert not opposition.opposed(NAMES)
+
+
+def test_a_row_that_no_sum_binds_turns_nobody_into_an_opponent() -> None:
+    chance, opposition = random.Random(9), Opposition()
+    for _ in range(60):
+        rows = rows_of(chance, 1.0, 1.0, 1.0, 1.0, shared=0.5)
+        rows[3] = [-1e6 * value for value in rows[0]]
+        opposition = opposition.after([*map(of, NAMES)], (1.0, 1.0, 1.0, 0.0), rows)
+    assert opposition.opposed(NAMES) == {"d"}
+    assert set(opposition.scores) == {"d"}
 
 
 def test_never_half_of_the_members_are_opposed_and_none_of_two() -> None:
@@ -96,21 +106,25 @@ def test_never_half_of_the_members_are_opposed_and_none_of_two() -> None:
 def test_rounds_without_audit_or_of_two_change_nothing() -> None:
     before = Opposition(3, {"d": Score(FREE_ABOVE - 1.0, is_opposed=False)})
     contributions = [*map(of, NAMES)]
-    assert before.after(contributions, ()) is before
-    assert before.after(contributions[:2], rows_of(random.Random(1), 1.0, 1.0)) is before
-    assert before.after([of("a"), of("b"), of("d", 0.0)], [[1.0], [1.0], [1.0]]) is before, "no length, no direction"
+    assert before.after(contributions, EQUAL, ()) is before
+    assert before.after(contributions[:2], EQUAL, rows_of(random.Random(1), 1.0, 1.0)) is before
+    assert before.after([of("a"), of("b"), of("d", 0.0)], EQUAL, [[1.0], [1.0], [1.0]]) is before, (
+        "no length, no direction"
+    )
 
 
 def test_windows_of_zeros_say_nothing() -> None:
-    after = Opposition().after([*map(of, NAMES[:3])], [[0.0] * 4] * 3)
+    after = Opposition().after([*map(of, NAMES[:3])], EQUAL, [[0.0] * 4] * 3)
     assert after == Opposition(1)
 
 
 def test_numbers_at_the_bounds_of_the_wire_are_no_trouble() -> None:
     tiny = Contribution("d", 1, 0, 3, 7, 40, 56, 100, (5e-324, 0.0))
     rows = [[2.0**110, -(2.0**110)]] * 3
-    after = Opposition().after([*map(of, NAMES[:3]), tiny], [*rows, [-(2.0**110), 2.0**110]])
+    after = Opposition().after([*map(of, NAMES[:3]), tiny], EQUAL, [*rows, [-(2.0**110), 2.0**110]])
     assert all(math.isfinite(score.value) for score in after.scores.values())
+    short = Contribution("d", 1, 0, 3, 7, 40, 56, 100, (2.0**-804, 0.0))
+    assert Opposition().after([of("a"), of("b"), short], EQUAL, [*rows[:2], [2.0**110] * 2]) == Opposition()
     assert Opposition.unpacked(after.packed()) == after
 
 
@@ -118,7 +132,7 @@ def test_scores_are_the_same_after_a_summary() -> None:
     chance, opposition = random.Random(4), Opposition()
     assert Opposition.unpacked(b"") == opposition
     for _ in range(40):
-        opposition = opposition.after([*map(of, NAMES)], rows_of(chance, 1.0, 1.0, 1.0, -1.0, shared=0.3))
+        opposition = opposition.after([*map(of, NAMES)], EQUAL, rows_of(chance, 1.0, 1.0, 1.0, -1.0, shared=0.3))
     assert opposition.scores
     assert Opposition.unpacked(opposition.packed()) == opposition
 
