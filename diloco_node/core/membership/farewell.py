@@ -100,8 +100,8 @@ class Farewell:
         sides = f"one of {', '.join(self._own_roster.names)}, one of {', '.join(roster.names)}"
         return (
             f"{self._region} and {peer} are of two runs with one name, {sides}: `members recover --force` was given in "
-            "two places, or beside a majority. Nothing is merged between them. Compare `members list` of both, and decide "
-            "which run goes on. Stop the regions of the other one, empty their folders, and add them with "
+            "two places, or beside a majority. Nothing is merged between them. Compare `members list` of both, and "
+            "decide which run goes on. Stop the regions of the other one, empty their folders, and add them with "
             "`members add`: its work is lost"
         )
 
