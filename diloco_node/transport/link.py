@@ -198,10 +198,12 @@ class PeerLink:
             if asyncio.get_running_loop().time() - started_s > times.backoff_max_s:
                 backoff.reset()
             wait_s = backoff.next_s(at_least_s=times.violation_backoff_s if _is_violation(why) else 0.0)
-            if self.is_former and self.env.is_advertised:
-                # It dials us. But of two runs with one name each has removed the other, and each is to know.
-                wait_s = max(wait_s, times.former_s)
             await asyncio.sleep(wait_s * self._random.uniform(0.5, 1.0))
+            # A removed region dials us. But of two runs with one name each has removed the other, and each is to know.
+            rest_s = times.former_s if self.env.is_advertised else 0.0
+            while self.is_former and rest_s > 0.0:  # it may be added again meanwhile
+                await asyncio.sleep(min(rest_s, 1.0))
+                rest_s -= 1.0
 
     async def _dial_once(self) -> PeerError | None:
         """Dial once, and live through the session. Returns why it failed or ended; None when it was superfluous."""
