@@ -93,7 +93,7 @@ def test_a_ledger_of_another_version_is_refused_and_left_as_it_is(
     ledger.write_bytes(data)
     assert start() == 7
     error = capsys.readouterr().err
-    assert "is of ledger version 1, and this diloco-node reads version 2: nothing was changed" in error
+    assert "is of ledger version 1, and this diloco-node reads version 3: nothing was changed" in error
     assert "run.init takes its final model into a new run" in error
     with pytest.raises(SupersededError, match="ledger version 1"):
         RegionStore(ledger.parent).load(len(MANIFEST.fragments))
