@@ -236,9 +236,7 @@ def test_a_leader_keeps_its_tail_there_and_the_other_region_gets_it_with_payload
         assert isinstance(lost, AppendEntriesReply)
         assert (lost.accepted, lost.term) == (False, 2)
         assert there.notes == []
-        assert {note.text for note in here.notes} <= {"w does not answer: it is not there", "w answers again"}, (
-            "entry 3"
-        )
+        assert {note.text for note in here.notes} <= {"w does not answer: it is not there", "w answers again"}
         for site in (here, there):
             site.link.close()
 
