@@ -334,6 +334,8 @@ def test_two_regions_that_went_on_alone_name_each_other_and_neither_leaves(
         core.farewell.take(peer, RosterShown(shown.changes, shown.lines, signature))
         text = f"{name} and {peer} are of two runs with one name"
         assert any(text in note.text for note in core._effects.take() if isinstance(note, Note) and note.is_alarm)
+        core.farewell.take(peer, RosterShown(shown.changes, shown.lines, signature))
+        assert not any("two runs" in note.text for note in core._effects.take() if isinstance(note, Note)), "told once"
         assert core.farewell.reason == ""
         assert core.ledger.newer_roster.changes == 0, "it links with nobody by that list"
 

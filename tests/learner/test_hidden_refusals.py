@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,3 +124,19 @@ def test_a_step_that_can_not_be_counted_is_a_refusal_though_a_script_hides_it(fo
         diloco.close()
         assert (mark := mark_of(folder)) is not None
         assert "was not called in training mode" in mark.fault
+
+
+def test_a_refusal_is_no_word_about_a_learner_in_another_process(folder: Path) -> None:
+    """Another rank, or the process that has started this one."""
+    area = request_area(folder / "memory.sock", PLACE_AREA, PLACE_BYTES)
+    mark = PlaceMark(os.getppid(), step=9, has_left=True)
+    area[:] = mark.encode()
+    model = net()
+    with pytest.raises(LearnerError, match="LBFGS"):
+        diloco_node.attach(model, torch.optim.LBFGS(model.parameters()))
+    assert mark_of(folder) == mark
+    area[:] = PlaceMark(2**22 + 1, step=9, has_left=True).encode()
+    with pytest.raises(LearnerError, match="LBFGS"):
+        diloco_node.attach(model, torch.optim.LBFGS(model.parameters()))
+    assert (last := mark_of(folder)) is not None
+    assert (last.pid, bool(last.fault)) == (os.getpid(), True), "that process is of a life before"

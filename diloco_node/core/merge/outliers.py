@@ -137,15 +137,10 @@ def newest_opposition(recent: Sequence[RecentRounds]) -> Opposition:
 
 def recent_after(recent: Sequence[RecentRounds], body: RoundBody) -> RecentRounds:
     """Return the last rounds of a fragment after one more. recent: of all fragments, before it."""
-    contributions, before = [member.contribution for member in body.members], recent[body.fragment]
-    opponents = before.opposition.opposed([contribution.learner for contribution in contributions])
-    longest = WILD_RATIO * _median_norms(contributions).total if contributions else 0.0
-    weights = [
-        member.weight * (member.contribution.learner not in opponents and length <= longest)
-        for member, length in zip(body.members, map(_length, contributions), strict=True)
-    ]
+    contributions = [member.contribution for member in body.members]
+    weights = [member.weight for member in body.members]
     opposition = newest_opposition(recent).after(contributions, weights, body.projections)
-    return before.after(contributions, body.squared_norms, opposition)
+    return recent[body.fragment].after(contributions, body.squared_norms, opposition)
 
 
 def clips(contributions: Sequence[Contribution], sizes: Sequence[int], recent: RecentRounds) -> Clips:
@@ -225,10 +220,6 @@ def excess(contributions: Sequence[Contribution], clips: Clips, recent: RecentRo
                 f"{f'{ratio:.3g}' if ratio else 'nothing'} of {extent} counts"
             )
     return reasons
-
-
-def _length(contribution: Contribution) -> float:
-    return sqrt(fsum(contribution.squared_norms))
 
 
 def _floats32(*values: float) -> tuple[float, ...]:

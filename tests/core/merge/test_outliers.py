@@ -85,6 +85,22 @@ def test_a_fragment_knows_of_others_rounds_once_it_has_one_more() -> None:
     assert recent_after(after, replace(body, fragment=1)).opposition == first.opposition
 
 
+def test_the_direction_of_what_weighs_nothing_speaks_against_nobody() -> None:
+    """No sum binds its row, so it may tell what it wants."""
+    members = (*(Member(of(name, 1.0), 1.0) for name in "abc"), Member(of("d", 1.0), 0.0))
+    rows = ((1.0, 1.0, -1.0), (1.0, -1.0, 1.0), (1.0, 1.0, 1.0), (-1e6, -1e6, 1e6))
+    body = RoundBody(0, 1, Ballot(1, 1), members, 1.0, (1.0,), (), b"", squared_norms=(1.0,), projections=rows)
+    assert recent_after([RecentRounds()], body).opposition.scores.keys() == {"d"}
+
+
+def test_a_summary_holds_who_points_against_the_others() -> None:
+    opposition = Opposition(9, {"d": Score(-20.0, is_opposed=True), "e": Score(-1.0, is_opposed=False)})
+    recent = RecentRounds((Norms(1.0, (1.0,)),), (1.0,), opposition)
+    assert RecentRounds.unpacked(recent.packed()) == recent
+    old = replace(recent, opposition=Opposition())
+    assert RecentRounds.unpacked(old.packed()) == old
+
+
 def test_of_two_nobody_knows_who_is_the_outlier() -> None:
     assert clipped(of("a", 1.0), of("b", 1000.0)) == [1.0, 1.0]
     assert clipped(of("a", 1000.0)) == [1.0]

@@ -103,6 +103,14 @@ def test_tokens_far_beyond_those_of_the_others_count_as_theirs(tokens: int, othe
     assert weights(members[:-1], [0] * others) == (1000.0,) * others, "nothing changes for the others"
 
 
+def test_of_three_members_of_which_one_weighs_nothing_the_others_share_alike() -> None:
+    """One is opposed, or has no tokens: what is left of three is not left to the larger one."""
+    three = [contribution("a", (1.0,), tokens=100), contribution("b", (1.0,), tokens=200), contribution("c", (1.0,))]
+    none = replace(three[2], tokens=0)
+    assert weights([*three[:2], none], [0, 0, 0], tokens_ratio_max=8.0) == (1000.0, 1000.0, 0.0)
+    assert weights(three[:2], [0, 0], tokens_ratio_max=8.0) == (1000.0, 4000.0)
+
+
 def test_of_the_others_the_median_says_what_is_usual() -> None:
     small, large = contribution("a", (1.0,)), [contribution(name, (1.0,), tokens=800) for name in "bc"]
     # For each large one the others' median is (10 + 80) / 2 tokens a step.
