@@ -114,3 +114,15 @@ def test_observers_without_values_are_no_beginning(folder: Path) -> None:
     model.register_buffer("min_val", torch.tensor(float("inf")))
     with FakeDaemon(folder), pytest.raises(LearnerError, match=r"in 'min_val'.*once a batch went through"):
         diloco_node.attach(model, make(model), buffers=["min_val"])
+
+
+def test_a_scripts_own_spectral_norm_with_one_vector_is_named_by_it() -> None:
+    class SpectralNorm:
+        name = "weight"
+
+        def __call__(self, *_: object) -> None: ...
+
+    layer = nn.Linear(2, 2)
+    layer.register_buffer("weight_u", torch.ones(2))
+    layer.register_forward_pre_hook(SpectralNorm())
+    assert "1 of Linear, such as 'weight_u'" in statistics_warning(layer, [])

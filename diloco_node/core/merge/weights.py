@@ -107,8 +107,8 @@ def weights(
     were not: its long trajectory went over ground that the others covered meanwhile. When all were away, the median is
     over all. (For an even number it is the mean of the middle two.)
 
-    Of three or more members nobody has more than `weight_share_max` of the weight, or 1/n if n weigh something. All that
-    count are equal to 1 if none has any weight, so that a round never divides by 0.
+    Nobody of three or more has more than `weight_share_max` of the weight, or 1/n if n weigh something. All that count
+    are equal to 1 if none has any weight, so that a round never divides by 0.
 
     versions_missed: per contribution, versions since its learner was last included, the new one not counted.
     clips: from `core.merge.outliers.clips`; a contribution of which nothing counts weighs nothing.
