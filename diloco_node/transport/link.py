@@ -97,6 +97,8 @@ class PeerLink:
         self._refused_since_s: float | None = None
         # When `remake` may be tried again after it has failed, and how long that takes each time.
         self._remake_at_s, self._remake_pause = 0.0, Backoff(env.times.violation_backoff_s, REMAKE_PAUSE_MAX_S)
+        # True from `stop` on: no session begins any more.
+        self._is_stopped = False
         # The state, and since when it holds.
         self._state = LinkState.WAITING
         self._since_s = asyncio.get_running_loop().time()
@@ -419,6 +421,8 @@ class PeerLink:
             self._latest.drop("replaced by a newer session")
         self._latest = session
         try:
+            if self._is_stopped:  # its task was made before `stop`, and begins after it
+                return None
             async with self._session_lock:  # the handler sees the end of one session before the start of the next
                 return await self._carry(session)
         finally:
@@ -470,6 +474,7 @@ class PeerLink:
 
     async def stop(self) -> None:
         """Drop the session of an incoming dial, and wait for its end. The dialer's task is cancelled by its owner."""
+        self._is_stopped = True
         if self._latest is not None:
             self._latest.drop("this node stops")
         if self._dialing is not None:

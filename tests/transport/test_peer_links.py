@@ -1,13 +1,17 @@
 """transport/peer_links.py: peers come while a transport runs, move, and go."""
 
+import asyncio
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diloco_node.core.messages import RequestVoteReply
 from diloco_node.errors import LinkLost
 from diloco_node.transport.authority import add_regions
+from diloco_node.transport.link_status import LinkState
 from diloco_node.transport.transport import STRANGERS_MAX
 from diloco_node.wire.envelope import Lane
 from diloco_node.wire.run_shown import RunShown
@@ -74,3 +78,20 @@ async def test_a_peer_that_was_not_dialed_is_when_its_address_is_known(tmp_path:
         a.follow({"b": address(b)})
         await at_a.until(lambda: at_a.is_up.get("b"))
         assert a.peer_status()["b"].address == address(b)
+
+
+async def test_a_link_that_stops_waits_for_no_session_that_has_not_begun(tmp_path: Path) -> None:
+    """The peer's link is up already at that moment."""
+    async with meshed(tmp_path) as mesh:
+        b, at_b = await mesh.start("b", {"a": None})
+        link, spawn, ends = b.links["a"], b.links["a"]._spawn, []
+
+        def stop_and_spawn(session: Coroutine[Any, Any, Any]) -> None:
+            ends.append(asyncio.create_task(link.stop()))
+            spawn(session)
+
+        link._spawn = stop_and_spawn  # type: ignore[method-assign]
+        await mesh.start("a", {"b": address(b)})
+        await eventually(lambda: ends and ends[0].done())
+        assert at_b.changes == []
+        assert b.peer_status()["a"].state is LinkState.STOPPED
