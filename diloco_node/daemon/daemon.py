@@ -37,7 +37,6 @@ from diloco_node.daemon.region_budget import changed_plan, plan_of_file
 from diloco_node.daemon.run_history import RunHistory
 from diloco_node.daemon.run_record import has_final_report, is_complete, run_record, set_final_aside
 from diloco_node.daemon.spec import NodeSpec
-from diloco_node.daemon.stopping import StopDeadline
 from diloco_node.daemon.work import Threads, in_thread
 from diloco_node.errors import ConfigError, PeersUnreachable, ProtocolViolation, StorageError
 from diloco_node.escaping import escaped_document
@@ -45,7 +44,7 @@ from diloco_node.health.alerts import learner_fault
 from diloco_node.health.health_summary import health_of
 from diloco_node.measure.measurement import OnPartial
 from diloco_node.state_names import ADMIN_PORT_NAME, NODE_NAME
-from diloco_node.storage.durable import replace_file
+from diloco_node.storage.durable import disk_errors, replace_file
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import set_damaged_aside
 from diloco_node.supervisor.process_file import read_process
@@ -67,15 +66,19 @@ log = structlog.get_logger()
 
 
 class Daemon:
-    """Owns everything in the process; `run` is its life."""
+    """Owns everything in the process; `run` is its life.
 
-    def __init__(self, spec: NodeSpec) -> None:
+    on_stop: called with the exit code when it begins to stop.
+    """
+
+    def __init__(self, spec: NodeSpec, on_stop: Callable[[int], None] = lambda _: None) -> None:
         # As on disk in the state folder: an operator's changes are saved before they count.
         self.spec = spec
         self.notes = NoteBook(spec.region, time.monotonic_ns, lambda text: console_line(spec.region, f"ALARM: {text}"))
         self._console = Console(spec.run_id, spec.state_dir, spec.settings, now_s=time.monotonic())
         self._history = RunHistory(spec.state_dir, sample_s=spec.history_every_s)
         self.learner_server = LearnerServer(spec.learner_socket, self)
+        self._on_stop = on_stop
         # The ledger, files and sums have threads of their own: a slow disk holds up no sum.
         self._threads = Threads.start()
         self._admission = Admission(spec.state_dir, self._threads.disk)
@@ -135,8 +138,8 @@ class Daemon:
             code = await self._ended
             return code
         finally:
-            with StopDeadline(self.spec.region, code):
-                await self._stop(admin, is_clean=code == 0)
+            self._on_stop(code)
+            await self._stop(admin, is_clean=code == 0)
 
     async def _stop(self, admin: AdminServer, *, is_clean: bool) -> None:
         if self.node is not None:
@@ -388,7 +391,7 @@ class Daemon:
             os.kill(supervisor, signal.SIGTERM)
 
     def set_budget(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Change it until the region starts again or reads its settings again. Raises ConfigError."""
+        """Change it until the region starts again or reads its settings again. Raises ConfigError, StorageError."""
         self._follow_budget(changed_plan(self.spec.budget, document, self._peers), "an operator")
         return self.spec.budget.to_plain()
 
@@ -404,15 +407,17 @@ class Daemon:
             return
         try:
             plan, source = await in_thread(self._threads.files, plan_of_file, path, self.spec.region)
-        except ConfigError as error:
-            self.notes.add(Note("budget", f"SIGHUP: the budget stays as it is: {error}", is_alarm=True))
-        else:
             self._follow_budget(plan, source)
+        except (ConfigError, StorageError) as error:
+            self.notes.add(Note("budget", f"SIGHUP: the budget stays as it is: {error}", is_alarm=True))
 
     def _follow_budget(self, plan: BudgetPlan, why: str) -> None:
-        self.spec = dataclasses.replace(self.spec, budget=plan)
+        spec = dataclasses.replace(self.spec, budget=plan)
         # A daemon that dies and starts again must not go back to an older, perhaps larger budget.
-        self.spec.save(self.spec.state_dir / NODE_NAME)
+        path = spec.state_dir / NODE_NAME
+        with disk_errors("write", path):
+            spec.save(path)
+        self.spec = spec
         if self.node is not None:
             self.node.transport.pacer.set_plan(plan)
         self.notes.add(Note("budget", f"set by {why}: {plan}"))

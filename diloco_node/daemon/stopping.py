@@ -23,31 +23,34 @@ log = structlog.get_logger()
 
 
 class StopDeadline:
-    """Ends the process when the block that it is used on takes longer. A thread does it: the loop may be what is stuck.
+    """Ends the process when what follows `arm` takes longer, up to the end of its threads: Python waits for each.
 
-    code: the process's exit code then. seconds: what the block may take.
+    A thread does it: the loop may be what is stuck. seconds: from `arm` on.
+
+    Attributes:
+        code: the process's exit code then.
     """
 
-    def __init__(self, region: str, code: int, *, seconds: float = STOP_MAX_S) -> None:
+    def __init__(self, region: str, *, seconds: float = STOP_MAX_S) -> None:
+        self.code = 1
         self._region = region
-        self._code = code
-        self._loop = asyncio.get_running_loop()
         self._timer = threading.Timer(seconds, self._end)
         self._timer.daemon = True
+        # The loop whose tasks are told; None before `arm`.
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    def __enter__(self) -> None:
+    def arm(self, code: int) -> None:
+        """Begin to count, once, in a task of the loop that stops."""
+        self.code, self._loop = code, asyncio.get_running_loop()
         self._timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
 
     def _end(self) -> None:
         try:
-            log.error("did not stop in time", region=self._region, exit_code=self._code, seconds=self._timer.interval)
-            for task in asyncio.all_tasks(self._loop):
+            log.error("did not stop in time", region=self._region, exit_code=self.code, seconds=self._timer.interval)
+            for task in asyncio.all_tasks(self._loop) if self._loop else ():
                 sys.stderr.write(f"task {task.get_name()}:\n")
                 task.print_stack(file=sys.stderr)
             faulthandler.dump_traceback(all_threads=True)
             sys.stderr.flush()
         finally:
-            os._exit(self._code)
+            os._exit(self.code)

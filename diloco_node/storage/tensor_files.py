@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import msgpack
 import numpy as np
@@ -108,10 +109,13 @@ def read_header(path: Path) -> TensorHeader:
     """
     try:
         with path.open("rb") as file:
-            data = file.read(HEADER_BYTES)
-        size_bytes = path.stat().st_size
+            return _checked_header(path, file)
     except OSError as error:
         raise _read_error(path, error) from error
+
+
+def _checked_header(path: Path, file: BinaryIO) -> TensorHeader:
+    data, size_bytes = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
     checksum = int.from_bytes(data[HEADER_BYTES - 4 :], "little")
     is_whole = len(data) == HEADER_BYTES and data.startswith(_MAGIC)
     if not is_whole or zlib.crc32(data[: HEADER_BYTES - 4]) != checksum:
@@ -132,9 +136,10 @@ def read_header(path: Path) -> TensorHeader:
 
 def read_content(path: Path) -> tuple[TensorHeader, U8]:
     """Header and content, shape (content_bytes,), uint8, owned by the caller; both checked. Raises as `read_header`."""
-    header = read_header(path)
     try:
-        content = np.fromfile(path, dtype=np.uint8, count=header.content_bytes, offset=HEADER_BYTES)
+        with path.open("rb", buffering=0) as file:  # a rename may put another file in its place meanwhile
+            header = _checked_header(path, file)
+            content = np.fromfile(file, dtype=np.uint8, count=header.content_bytes)
     except OSError as error:
         raise _read_error(path, error) from error
     if len(content) != header.content_bytes or not _is_intact(header, content):

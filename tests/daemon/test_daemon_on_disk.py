@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +61,35 @@ async def test_a_ledger_that_makes_no_sense_is_set_aside_and_the_region_begins_a
     assert any("makes no sense: entry 2" in note["text"] for note in daemon.notes.last)
     assert (spec.state_dir / "ledger.log.damaged-1").exists()
     assert await end(daemon, running) == 0
+
+
+async def test_a_budget_that_the_disk_refuses_is_told_and_not_taken(
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_manifest(spec.state_dir, MANIFEST)
+    file, codes = spec.state_dir / "run.toml", []
+    file.write_text('[run]\nid = "run"\n[regions.a]\naddress = "h:1"\n[budget]\negress = "1 Mbit/s"\n')
+    daemon = Daemon(dataclasses.replace(spec, config_file=file), codes.append)
+    running = asyncio.create_task(daemon.run())
+    await eventually(lambda: bool(nodes))
+    before, refusal = daemon.spec.budget, OSError(errno.ENOSPC, "full")
+
+    def refuse(*_: object) -> None:
+        raise refusal
+
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(NodeSpec, "save", refuse)
+        os.kill(os.getpid(), signal.SIGHUP)
+        await eventually(
+            lambda: any("SIGHUP: the budget stays as it is: can't write" in note["text"] for note in daemon.notes.last)
+        )
+        with pytest.raises(StorageError, match="can't write"):
+            daemon.set_budget({"egress": "2 Mbit/s"})
+    assert daemon.spec.budget == before
+    assert daemon.set_budget({"egress": "2 Mbit/s"}) == daemon.spec.budget.to_plain() != before.to_plain()
+    assert codes == []
+    assert await end(daemon, running) == 0
+    assert codes == [0]
 
 
 async def test_a_ledger_of_another_run_ends_the_daemon_and_is_left_as_it_is(

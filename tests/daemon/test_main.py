@@ -4,8 +4,15 @@ import dataclasses
 import fcntl
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from diloco_node.daemon import program
+from diloco_node.daemon.spec import NodeSpec
+from diloco_node.daemon.stopping import StopDeadline
+from diloco_node.errors import DiskRefused
 from diloco_node.supervisor.supervisor import DISK_CODE
 from tests.daemon.test_spec import SPEC
 
@@ -36,6 +43,25 @@ def test_a_state_that_is_not_ours_to_use_is_not(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, text = ends_with(tmp_path / "us")
     assert (code, "is in use by another daemon" in text) == (6, True), text
+
+
+def test_threads_that_hang_do_not_keep_a_daemon_that_was_refused_its_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadlines: list[StopDeadline] = []
+
+    class Refused:
+        def __init__(self, _: NodeSpec, on_stop: Callable[[int], None]) -> None:
+            deadlines.append(on_stop.__self__)  # type: ignore[attr-defined]
+
+        async def run(self) -> int:
+            raise DiskRefused("no room")
+
+    monkeypatch.setattr(program, "Daemon", Refused)
+    path = tmp_path / "us.json"
+    SPEC.save(path)
+    assert program.run_daemon([str(path)]) == DISK_CODE
+    assert [deadline.code for deadline in deadlines] == [DISK_CODE]
 
 
 def test_it_imports_nothing_that_only_commands_and_learners_need() -> None:

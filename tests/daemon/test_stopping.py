@@ -1,16 +1,12 @@
 """daemon/stopping.py: what does not end is named in the log, and the process ends."""
 
-import asyncio
 import subprocess
 import sys
-import time
 
 import pytest
 
-from diloco_node.daemon.stopping import StopDeadline
-
 STUCK = """
-import asyncio, time
+import asyncio, threading, time
 from diloco_node.daemon.stopping import StopDeadline
 
 async def swallow():
@@ -23,8 +19,8 @@ async def swallow():
 async def main():
     stuck = asyncio.create_task(swallow(), name="dialer of b")
     await asyncio.sleep(0)
-    with StopDeadline("a", {code}, seconds=0.2):
-        {stop}
+    StopDeadline("a", seconds=0.2).arm({code})
+    {stop}
 
 asyncio.run(main())
 """
@@ -32,7 +28,10 @@ asyncio.run(main())
 
 @pytest.mark.parametrize(
     ("stop", "where"),
-    [("stuck.cancel(); await asyncio.gather(stuck)", "in swallow"), ("time.sleep(3600)", "in main")],
+    [
+        ("stuck.cancel(); await asyncio.gather(stuck)", "in swallow"),
+        ("time.sleep(3600)", "in main"),
+    ],
     ids=["a task that swallows its cancellation", "a loop that is blocked"],
 )
 @pytest.mark.parametrize("code", [0, 6])
@@ -46,7 +45,21 @@ def test_a_process_that_does_not_stop_ends_with_its_code_and_says_what_is_left(
     assert where in process.stderr
 
 
-async def test_a_stop_in_time_ends_nothing() -> None:
-    with StopDeadline("a", 0, seconds=0.05):
-        pass
-    await asyncio.to_thread(time.sleep, 0.2)  # a process that was ended would not get here
+THREAD = """
+import asyncio, threading, time
+from diloco_node.daemon.stopping import StopDeadline
+
+async def main():
+    StopDeadline("a", seconds={seconds}).arm(6)
+    threading.Thread(target=time.sleep, args=({sleep},)).start()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("seconds", "sleep", "code"), [(0.2, 3600, 6), (3600, 0, 0)], ids=["stuck", "in time"])
+def test_a_thread_that_python_waits_for_is_waited_for_no_longer(seconds: float, sleep: int, code: int) -> None:
+    script = THREAD.format(seconds=seconds, sleep=sleep)
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert process.returncode == code, process.stderr
+    assert ("did not stop in time" in process.stdout + process.stderr) == bool(code)

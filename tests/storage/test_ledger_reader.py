@@ -1,6 +1,9 @@
 """Reading a folder beside the daemon that writes it."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +17,6 @@ from diloco_node.storage.durable import DamagedFile
 from diloco_node.storage.ledger_files import LEDGER_END_NAME, VOTE_NAME
 from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore
-from diloco_node.storage.tensor_files import TensorHeader
 from tests.kit.store_kit import FRAGMENTS, base_of, chain, digest_of
 
 
@@ -25,14 +27,15 @@ def test_who_only_reads_passes_over_a_payload_that_is_pruned_meanwhile(
     store.store_state(0, 8, theta, theta, b"d" * 16)
     for version in (7, 8, 9, 10):
         store.store_payload(0, version, digest_of(b"x"), [b"x"])
-    real = store_module.tensor_files.read_header
 
-    def pruned(path: Path) -> TensorHeader:
+    def pruned(read: Callable[[Path], Any], path: Path) -> Any:
         if "v00000007" in path.name or "v00000009" in path.name:
             path.unlink()
-        return real(path)
+        return read(path)
 
-    monkeypatch.setattr(store_module.tensor_files, "read_header", pruned)
+    files = store_module.tensor_files
+    monkeypatch.setattr(files, "read_header", partial(pruned, files.read_header))
+    monkeypatch.setattr(files, "read_content", partial(pruned, files.read_content))
     recovered = RegionStore(folder, is_read_only=True).load(FRAGMENTS)
     assert {version for _, version, _ in recovered.payloads} == {8, 10}
 

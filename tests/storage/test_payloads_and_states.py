@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -246,3 +247,22 @@ def test_a_file_under_another_name_is_found(folder: Path, store: RegionStore) ->
     # Two digests that begin alike share a name; the header tells them apart.
     with pytest.raises(StorageError, match=f"not {digest[:8].hex()}ff"):
         store.read_payload(0, 1, digest[:8] + b"\xff" * 24)
+
+
+def test_a_state_that_is_replaced_while_it_is_read_is_the_old_one_or_the_new(
+    store: RegionStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its header and its content are of one file."""
+    old, new = np.zeros(8, np.float32), np.ones(9, np.float32)
+    digests = [digest_of(values.tobytes()) for values in (old, new)]
+    store.store_state(0, 1, old, old, digests[0])
+    read = np.fromfile
+
+    def read_late(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        store.store_state(0, 1, new, new, digests[1])
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(np, "fromfile", read_late)
+    assert store.read_state(0, 1)[0].tobytes() == old.tobytes()
+    assert store.read_state(0, 1)[0].tobytes() == new.tobytes()
