@@ -118,6 +118,12 @@ def test_a_member_that_tells_other_projections_is_left_out_and_no_reducer(patch:
     (line,) = small.view(small.leader()).left_out
     assert (line.region, line.part) == (liar, "member")
     assert "other projections" in line.reason
+    rounds = len(small.bodies())
+    small.go(30)
+    bodies = [body for body in small.bodies()[rounds:] if isinstance(body, RoundBody)]
+    assert len(bodies) >= 30
+    memberships = sum(member.contribution.learner == liar for body in bodies for member in body.members)
+    assert memberships <= len(bodies) // 3, "that its contribution was merged all the same does not clear it"
 
 
 def test_a_reducer_that_flips_sums_and_tells_no_projections_is_found_all_the_same(patch: pytest.MonkeyPatch) -> None:
