@@ -27,6 +27,7 @@ from diloco_node.core.types import (
     Contribution,
     MergeRule,
     RoundBody,
+    Stripe,
 )
 from tests.kit.leader_kit import DUE, Office, ballots, decisions, offered
 from tests.kit.rounds_kit import (
@@ -157,6 +158,11 @@ def test_a_leader_that_has_all_contributions_projects_them_itself_where_a_row_is
     assert ballots(office.go(3 * round_.deadline.duration_ns // 4)) == []
     (order,) = emitted
     assert isinstance(order, ProjectContributions)
+    announcement, stop = round_.announcement, round_.stripes[-1].block_stop
+    round_.announcement = replace(announcement, stripes=(Stripe("a", 0, stop),))
+    assert office.leader._audit._to_project(round_) == [], "a window may lie in two stripes of another ballot"
+    round_.announcement = announcement
+    assert office.leader._audit._to_project(round_) == [order.windows]
     rows = ((0.25,) * len(order.windows), (-0.25,) * len(order.windows), (0.0,) * len(order.windows))
     office.leader.on_projections(ContributionsProjected(0, 1, order.windows, rows))
     office.go()
