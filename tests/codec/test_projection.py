@@ -10,9 +10,12 @@ from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.projection import project
 from diloco_node.core.merge.freivalds import (
     AUDIT_EVERY,
+    ROWS_DUE_EVERY,
     WINDOW_BLOCKS,
+    are_rows_due,
     draw_windows,
     has_other_projections,
+    lacking_rows,
     wrong_reducers,
 )
 from diloco_node.core.projections import Projection, Window
@@ -140,6 +143,27 @@ def test_nothing_is_said_while_a_member_has_told_nothing() -> None:
     assert wrong_reducers(windows, projection, COEFFICIENTS, rows).keys() == {"a", "b", "c"}
     assert wrong_reducers(windows, projection, COEFFICIENTS, [*rows[:2], ()]) == {}
     assert wrong_reducers(windows, projection, COEFFICIENTS, ()) == {}, "a leader may leave all of them away"
+
+
+def test_rows_of_some_audits_are_due_and_nobody_knows_before_of_which() -> None:
+    pairs = [(bytes([first]), bytes([second])) for first in range(20) for second in range(100)]
+    due = [pair for pair in pairs if are_rows_due(pair)]
+    assert all(draw_windows(pair, STRIPES, piece_blocks()) for pair in due)
+    assert abs(len(due) - len(pairs) / AUDIT_EVERY / ROWS_DUE_EVERY) < 60
+    assert len({first for first, _ in due}) == 20
+    assert len({second for _, second in due}) > 80
+    assert not are_rows_due(())
+
+
+def test_a_row_that_is_in_no_sum_is_not_missed() -> None:
+    windows = draw_windows(audited(0), STRIPES, piece_blocks())
+    projection = Projection((9.0,) * len(windows), (1e-9,) * len(windows))
+    rows = [(0.0,) * len(windows), (0.0,) * len(windows), ()]
+    factors = [*COEFFICIENTS[:2], (0.0, 0.0, 0.0)]
+    assert wrong_reducers(windows, projection, factors, rows).keys() == {"a", "b", "c"}
+    assert wrong_reducers(windows, Projection(), factors, rows) == {}, "the payload is not projected here"
+    assert (lacking_rows(factors, rows), lacking_rows(COEFFICIENTS, rows)) == ([], [2])
+    assert lacking_rows(factors, ()) == [0, 1]
 
 
 def test_what_the_encoder_flushes_to_zero_is_no_deviation() -> None:

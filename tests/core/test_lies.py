@@ -118,6 +118,28 @@ def test_a_member_that_tells_other_projections_is_left_out_and_no_reducer(patch:
     (line,) = small.view(small.leader()).left_out
     assert (line.region, line.part) == (liar, "member")
     assert "other projections" in line.reason
+    rounds = len(small.bodies())
+    small.go(30)
+    bodies = [body for body in small.bodies()[rounds:] if isinstance(body, RoundBody)]
+    assert len(bodies) >= 30
+    memberships = sum(member.contribution.learner == liar for body in bodies for member in body.members)
+    assert memberships <= len(bodies) // 3, "that its contribution was merged all the same does not clear it"
+
+
+def test_a_reducer_that_flips_sums_and_tells_no_projections_is_found_all_the_same(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, sync_every=16)
+    small.go(8)
+    usual = rate(small, 8)
+    liar = reducer(small)
+    is_liar(small, liar)
+    CHEATS["no projections"].begin(small.hosts[liar])
+    small.hosts[liar].plane.spoil_sum = np.negative
+    wait(small, lambda: bool(small.leader() and small.view(small.leader()).left_out))
+    (line,) = small.view(small.leader()).left_out
+    assert (line.region, line.part) == (liar, "reducer")
+    assert "is not the sum of the contributions" in line.reason
+    assert rate(small, 8) >= 0.8 * usual
+    assert all(liar not in note.text for note in small.alarms() if "follows it no more" in note.text)
 
 
 @SELDOM

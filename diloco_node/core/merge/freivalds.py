@@ -5,7 +5,8 @@ they are taken, follow from nonces that nobody knows before all stripes are fixe
 member tells its own projections, and everybody has the payload. A payload that is not the sum differs by as much as it
 is wrong, times a number that is normally distributed (R. Freivalds, 1977).
 
-A part of the payloads is audited, and nobody knows before which. `trimmed` is no sum: it has no audit.
+A part of the payloads is audited, and nobody knows before which. `trimmed` is no sum: it has no audit. A sum is
+compared with nothing while a row is missing, so some entries must have all rows: who tells none hides nothing for long.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from diloco_node.core.types import Contribution, Stripe
 
 AUDIT_EVERY: Final = 2
 """One of so many payloads is audited: the leader waits for the projections of all members, which takes longer."""
+
+ROWS_DUE_EVERY: Final = 4
+"""One of so many audited payloads must have all rows: who lacks some reduces again, alone. So a region that tells none
+costs one round of eight a second ballot."""
 
 WINDOWS: Final = 32
 """Windows of a payload, shared by its reducers; each has two at least."""
@@ -45,8 +50,8 @@ def draw_windows(nonces: Sequence[bytes], stripes: Sequence[Stripe], piece_block
 
     nonces: of the audit; none: nothing is drawn. piece_blocks: blocks of each piece.
     """
-    draw = hashlib.sha256(b"".join(nonces)).digest() if nonces else b""
-    if not draw or draw[0] % AUDIT_EVERY:
+    draw = _draw(nonces)
+    if not draw:
         return ()
     piece_ends = list(accumulate(piece_blocks))
     blocks_by_reducer: dict[str, list[tuple[int, int]]] = {}
@@ -68,22 +73,39 @@ def draw_windows(nonces: Sequence[bytes], stripes: Sequence[Stripe], piece_block
     return tuple(windows)
 
 
+def _draw(nonces: Sequence[bytes]) -> bytes:
+    """Return what the nonces draw; nothing if they draw no audit."""
+    draw = hashlib.sha256(b"".join(nonces)).digest() if nonces else b""
+    return b"" if not draw or draw[0] % AUDIT_EVERY else draw
+
+
+def are_rows_due(nonces: Sequence[bytes]) -> bool:
+    """Whether an entry with these nonces must have the rows of all members that are in its sum."""
+    draw = _draw(nonces)
+    return bool(draw) and draw[1] % ROWS_DUE_EVERY == 0
+
+
+def lacking_rows(coefficients: Sequence[Sequence[float]], rows: Sequence[Sequence[float]]) -> list[int]:
+    """Return the places of members that are in a sum, and whose row is missing. rows: none: nobody's is there."""
+    return [place for place, factors in enumerate(coefficients) if any(factors) and not (rows and rows[place])]
+
+
 def wrong_reducers(
     windows: Sequence[Window],
     projection: Projection,
     coefficients: Sequence[Sequence[float]],
     rows: Sequence[Sequence[float]],
 ) -> dict[str, str]:
-    """Find reducers whose merged stripes are not the sum, each with the figures; none while a member's row is empty.
+    """Find reducers whose merged stripes are not the sum, each with the figures; none while one of its rows is missing.
 
-    projection: of the payload, as worked out here.
+    projection: of the payload, as worked out here, if it is.
     coefficients: per member, per piece. rows: per member, per window, the projection of its contribution.
     """
-    if not windows or len(rows) != len(coefficients) or any(len(row) != len(windows) for row in rows):
+    if not windows or not rows or len(projection.sums) != len(windows) or lacking_rows(coefficients, rows):
         return {}
     squares: dict[str, list[float]] = {}
     for place, window in enumerate(windows):
-        terms = [row[place] * factors[window.piece] for row, factors in zip(rows, coefficients, strict=True)]
+        terms = [row[place] * factors[window.piece] for row, factors in zip(rows, coefficients, strict=True) if row]
         square = (projection.sums[place] - sum(terms)) ** 2
         # Float32 sums of terms that cancel each other lose bits that the encoding of the sum does not show.
         error = projection.errors[place] + (PROJECTION_ERROR * sum(map(abs, terms))) ** 2 + FLUSHED

@@ -9,7 +9,8 @@ with the weighted sum of the others' is that of the contributions, give or take 
 A member's score adds these cosines up and forgets. It is never above zero, so that nobody earns credit. Where data say
 nothing about one another, or honest regions differ, cosines are near zero: the score is a sum of noise that stays far
 from `OPPOSED_BELOW`. It takes a cosine under about -0.2 in some dozen audits. Nothing of an opposed member counts,
-until its score is above `FREE_ABOVE` again. It is merged with weight 0, so its rows go on to say where it points.
+until its score is above `FREE_ABOVE` again. It is merged with weight 0, so no sum binds its rows: they speak against it
+alone. A member whose rows do not is freed by time, after 20 audits at least; if its gradients still do, six oppose it.
 """
 
 from __future__ import annotations
@@ -69,16 +70,16 @@ class Opposition:
     ) -> Opposition:
         """Return the scores after one more round.
 
-        weights: in the sum; 0: nothing of it counts, so it may tell any row. rows: the projections in its entry; empty
-        if it was not audited. Where one member tells none the sum binds nobody, and nobody is judged.
+        weights: in the sum; 0: nothing of it counts, so it may tell any row, or none. rows: the projections in its
+        entry; empty if it was not audited. Where another member tells none the sum binds nobody, and nobody is judged.
         """
         units, weight_of = {}, {}
         for contribution, weight, row in zip(contributions, weights, rows, strict=False):
             length = sqrt(fsum(contribution.squared_norms))
-            if length >= LENGTH_MIN:
+            if length >= LENGTH_MIN and (row or weight > 0.0):
                 units[contribution.learner] = [value / length for value in row]
                 weight_of[contribution.learner] = weight
-        if len(units) < MEMBERS_MIN or not all(rows):
+        if len(units) < MEMBERS_MIN or not all(units.values()):
             return self
         cosines = _cosines(units, weight_of)
         members = {contribution.learner for contribution in contributions}
@@ -88,7 +89,8 @@ class Opposition:
             if name in members and name not in cosines:
                 scores[name] = before  # Who brings nothing is not forgiven for that.
                 continue
-            value = min(0.0, KEEP * before.value + cosines.get(name, 0.0))
+            cosine = cosines.get(name, 0.0)
+            value = min(0.0, KEEP * before.value + (cosine if weight_of.get(name) else min(0.0, cosine)))
             if value <= GONE_ABOVE:
                 limit = FREE_ABOVE if before.is_opposed else OPPOSED_BELOW
                 scores[name] = Score(value, is_opposed=value < limit)

@@ -33,7 +33,7 @@ from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.summary import RunSummary, decode_summary, summed_roster
 from diloco_node.core.member_kind import WITNESS_NAME, MemberKind, MembershipBody
 from diloco_node.core.merge.fragments import Fragment, Manifest
-from diloco_node.core.merge.freivalds import draw_windows
+from diloco_node.core.merge.freivalds import are_rows_due, draw_windows, lacking_rows
 from diloco_node.core.merge.numbers import MergeNumbers, is_same_number, length_limits, merge_numbers
 from diloco_node.core.merge.outer import outer_rates
 from diloco_node.core.merge.outliers import RecentRounds, recent_after
@@ -282,7 +282,8 @@ class EntryCheck:
                 return (
                     f"its sum of piece {piece} has the squared norm {square:.6g}, its members can't exceed {limit:.6g}"
                 )
-        return _difference(body, numbers) or self._witness(body, numbers.coefficients())
+        coefficients = numbers.coefficients()
+        return _difference(body, numbers) or _lack(body, coefficients) or self._witness(body, coefficients)
 
     def _settings_doubt(self, body: SettingsBody | GenesisBody) -> str:
         bodies = body.settings if isinstance(body, GenesisBody) else (body,)
@@ -464,6 +465,13 @@ class EntryCheck:
         if any(to_float32(number) != number for number in (*weights, *body.factors, body.share)):
             return "a weight, factor or share that is no float32"
         return ""
+
+
+def _lack(body: RoundBody, coefficients: Coefficients) -> str:
+    """Return whose projections an entry should have and has not; empty if it has all that are due."""
+    places = lacking_rows(coefficients, body.projections) if are_rows_due(body.nonces) else []
+    names = ", ".join(body.members[place].contribution.learner for place in places)
+    return f"it lacks the projections of {names}, which are due in this audit" if names else ""
 
 
 def _difference(body: RoundBody, numbers: MergeNumbers) -> str:

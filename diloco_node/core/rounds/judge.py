@@ -100,10 +100,11 @@ class Judge:
             self._disputes.setdefault(member, set()).add(reducer)
 
     def on_commit(self, round_: OpenRound) -> None:
-        """Clear the members and reducers of a committed ballot: each did its part."""
+        """Clear the members and reducers of a committed ballot: each did its part, but who is blamed for this round."""
         assert round_.decision is not None
-        members = [(contribution.learner, BallotRole.MEMBER) for contribution in round_.decision.contributions]
-        for name, role in [*members, *((name, BallotRole.REDUCER) for name in round_.reducers)]:
+        members = {contribution.learner for contribution in round_.decision.contributions} - round_.rejections.keys()
+        roles = [(name, BallotRole.MEMBER) for name in sorted(members)]
+        for name, role in [*roles, *((name, BallotRole.REDUCER) for name in round_.reducers)]:
             if self.book.on_success(name, role):
                 self._effects.note("suspects", f"{name} takes part as {role} again")
 

@@ -327,7 +327,9 @@ class RoundLeader:
         if self._audit.is_waiting(round_, projection, partial(self._liveness.reaches, now_ns=now_ns), now_ns=now_ns):
             return
         doubt = self._audit.question(round_, projection, now_ns=now_ns)
-        if doubt:
+        if doubt and round_.reducers == (self._region,):
+            self._audit.request(round_)  # All contributions are here already.
+        elif doubt:
             self._reduce_alone(round_, doubt, now_ns)
         else:
             round_.is_proposed = True

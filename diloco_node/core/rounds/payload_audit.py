@@ -1,7 +1,8 @@
 """Audit of merged payloads: the leader compares them with the projections that the members tell.
 
 A deviation says that a reducer or a member is wrong, not which. So the leader reduces the same stripes alone in the
-next ballot. Then it has all contributions, projects them itself, and knows.
+next ballot. Then it has all contributions, projects them itself, and knows. It does the same where rows that are due
+(`freivalds.are_rows_due`) do not come: a region that tells none may be the one whose sum is wrong.
 """
 
 from __future__ import annotations
@@ -9,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diloco_node.core.merge.freivalds import draw_windows, has_other_projections, wrong_reducers
+from diloco_node.core.merge.freivalds import (
+    are_rows_due,
+    draw_windows,
+    has_other_projections,
+    lacking_rows,
+    wrong_reducers,
+)
 from diloco_node.core.merge.stripes import piece_blocks
 from diloco_node.core.messages import AuditDrawn
 from diloco_node.core.projections import ProjectContributions, Projection, Window
@@ -25,7 +32,7 @@ Rows = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class QuestionedPayload:
-    """A payload that deviates from the sum, with all that was known of it in its ballot.
+    """A payload that deviates from the sum, or may do so, with all that was known of it in its ballot.
 
     cuts: blocks of its stripes. projection: the leader's.
     contributions, coefficients, rows: in the order of the decision.
@@ -100,7 +107,8 @@ class PayloadAudit:
         if is_late or not windows:
             return self._is_on and not round_.nonces
         names = {contribution.learner for contribution in round_.decision.contributions} - round_.projections.keys()
-        return len(projection.sums) != len(windows) or any(map(is_there, names))
+        is_row_missing = not self._is_projected(round_, windows) and any(map(is_there, names))
+        return is_row_missing or len(projection.sums) != len(windows)
 
     def question(self, round_: OpenRound, projection: Projection, *, now_ns: int) -> str:
         """Judge a question of the ballot before, then compare the payload's projection by this region, if any, with the
@@ -110,17 +118,17 @@ class PayloadAudit:
         """
         assert round_.decision is not None
         self._answer(round_, now_ns=now_ns)
-        windows, rows = round_.windows, self._rows(round_)
-        if len(projection.sums) != len(windows):
+        windows, rows, contributions = round_.windows, self._rows(round_), round_.decision.contributions
+        if not windows or self._is_projected(round_, windows):
             return ""
-        wrong = wrong_reducers(windows, projection, round_.decision.coefficients, rows)
-        if not wrong or self._is_projected(round_, windows):
-            return ""
-        payload = QuestionedPayload(
-            _cuts(round_), windows, projection, round_.decision.contributions, round_.decision.coefficients, rows
-        )
-        self._questions[round_.fragment] = (round_.version, payload)
-        return "; ".join(f"{reducer}: {reason}" for reducer, reason in wrong.items())
+        coefficients = round_.decision.coefficients
+        reasons = wrong_reducers(windows, projection, coefficients, rows)
+        for place in lacking_rows(coefficients, rows) if are_rows_due(round_.nonces) else ():
+            reasons[contributions[place].learner] = "it has not told its projections, which are due"
+        if reasons:
+            payload = QuestionedPayload(_cuts(round_), windows, projection, contributions, coefficients, rows)
+            self._questions[round_.fragment] = (round_.version, payload)
+        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
     def projected(self, round_: OpenRound, windows: tuple[Window, ...], rows: Rows) -> None:
         """Take the rows that this region worked out itself; none: the bytes are gone, and the question with them."""

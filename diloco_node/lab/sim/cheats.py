@@ -157,16 +157,26 @@ def _deny_receipts(host: Host) -> None:
     host.network.frame_spoilers[host.name] = tell
 
 
-def _tell_other_projections(host: Host) -> None:
-    """It tells of its contributions what they would be if they pointed the other way."""
+def _project(change: Callable[[tuple[float, ...]], tuple[float, ...]], host: Host) -> None:
+    """It tells other projections of its contributions."""
 
     def tell(_: str, frame: bytes) -> bytes:
         message = decode_control(frame)
         if type(message) is not ContributionProjected:
             return frame
-        return encode_control(replace(message, projections=tuple(-value for value in message.projections)))
+        return encode_control(replace(message, projections=change(message.projections)))
 
     host.network.frame_spoilers[host.name] = tell
+
+
+def _turned(projections: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(-value for value in projections)
+
+
+def _hide(host: Host) -> None:
+    """Its sums are wrong, and it tells no projections of its contributions, without which no sum can be checked."""
+    host.spoil_sum = np.negative
+    _project(lambda _: (), host)
 
 
 def older_copy(host: Host) -> Any:
@@ -207,14 +217,19 @@ CHEATS: dict[str, Cheat] = {
         Cheat("sum flipped", partial(_sum_wrongly, np.negative), _SUM_WORDS, commits_wrong=True),
         Cheat("sum biased", partial(_sum_wrongly, _bias), _SUM_WORDS, commits_wrong=True),
         Cheat("audits avoided", _avoid_audits, (*_SUM_WORDS, "it avoids audits"), commits_wrong=True),
-        Cheat("projections", _tell_other_projections, ("other projections",)),
+        Cheat("projections", partial(_project, _turned), ("other projections",)),
+        Cheat("no projections", _hide, _SUM_WORDS, commits_wrong=True),
         Cheat("tokens x2", partial(_count_more, 2)),
         Cheat("tokens x8", partial(_count_more, 8)),
         Cheat("tokens x64", partial(_count_more, 64)),
         Cheat("factors", partial(_lead_wrongly, lambda body: {"factors": (0.0,) * len(body.factors)}), ("its factor",)),
         Cheat("share", partial(_lead_wrongly, lambda _: {"share": 2.0**-126}), ("its share",)),
         Cheat("weights", partial(_lead_wrongly, _weigh_the_first), ("its weight",)),
-        Cheat("rows left out", partial(_lead_wrongly, lambda _: {"projections": ()}), ("lack the nonce",)),
+        Cheat(
+            "rows left out",
+            partial(_lead_wrongly, lambda _: {"projections": ()}),
+            ("lack the nonce", "it lacks the projections"),
+        ),
         Cheat("discards", _throw_away, ("has not given up",)),
         Cheat("states", _name_other_states, ("told another state",)),
         Cheat("early end", _end_early, ("no operator's order",)),

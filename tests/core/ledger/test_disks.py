@@ -9,8 +9,9 @@ from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.election import TERM_STEP_MAX, Role
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.member_kind import WITNESS_NAME, MemberKind, MembershipBody
 from diloco_node.core.membership.replacement import REST_HEARTBEATS, incarnation_min
-from diloco_node.core.messages import AppendEntriesReply, RequestVoteReply
+from diloco_node.core.messages import AppendEntriesReply, RequestVote, RequestVoteReply
 from diloco_node.core.types import DiskNamedBody, Entry, EntryBody, GenesisBody
 from tests.kit.ledger_kit import (
     HEARTBEAT_NS,
@@ -83,6 +84,16 @@ def test_a_vote_of_another_folder_than_the_named_one_does_not_count() -> None:
     assert core.role is Role.ASKING
     arrive(core, "c", vote(1, True, True))
     assert core.role is Role.CANDIDATE
+
+
+def test_the_witness_is_asked_where_the_other_voter_answers_from_a_folder_that_does_not_count() -> None:
+    witness = MembershipBody(WITNESS_NAME, MemberKind.WITNESS.value, "s3://bucket/object")
+    core, asked = a_core(voters=("a", "b"), entries=chain(1, bodies=lambda *_: witness)), list[set[str]]()
+    for disk in (disk_of("b"), OTHER, OTHER):
+        requests = sends(core.handle(TimerFired(), now_ns=core.wake_at_ns))
+        asked.append({peer for peer, message in requests if isinstance(message, RequestVote)})
+        arrive(core, "b", RequestVoteReply(1, True, False, disk), core.wake_at_ns - 1)
+    assert asked == [{"b"}, {"b"}, {"b", WITNESS_NAME}]
 
 
 def test_a_vote_goes_to_a_folder_and_not_to_the_next_one_of_its_region() -> None:

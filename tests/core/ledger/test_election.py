@@ -5,7 +5,7 @@ import pytest
 from diloco_node.core.cadence import CEILING
 from diloco_node.core.events import LedgerPersisted, LinkChanged, PersistLedger, TimerFired
 from diloco_node.core.ledger.election import LASTING_TIMEOUTS, Role, ballot_paper
-from diloco_node.core.ledger.write_gate import PENDING_MESSAGES_MAX
+from diloco_node.core.ledger.write_gate import PENDING_MESSAGES_MAX, WriteGate
 from diloco_node.core.messages import RequestVote, RequestVoteReply
 from diloco_node.core.types import LeaderBody
 from tests.kit.ledger_kit import (
@@ -128,6 +128,13 @@ def test_a_candidate_asks_only_when_term_and_own_vote_are_on_disk() -> None:
     assert sends(effects) == []
     effects = core.handle(LedgerPersisted(1), now_ns=0)
     assert sends(effects) == [(peer, vote_request(1, False, 0, 0)) for peer in ("b", "c")]
+
+
+def test_a_vote_that_changed_is_not_on_disk_before_its_write_has_begun() -> None:
+    gate = WriteGate()
+    assert gate.is_hard_durable
+    gate.change_hard_state()
+    assert not gate.is_hard_durable
 
 
 def test_a_vote_is_sent_only_when_it_is_on_disk() -> None:

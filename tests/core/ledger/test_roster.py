@@ -39,6 +39,12 @@ def test_a_region_is_added_gets_a_folder_then_a_vote_and_leaves() -> None:
     assert roster.memberships["d"].disk == b"", "nor is it remembered"
 
 
+def test_an_expelled_voter_makes_up_for_no_other() -> None:
+    assert roster_of(GENESIS).loss_fault("b") == ""
+    fault = roster_of(GENESIS, DiskNamedBody("c", EXPELLED)).loss_fault("b")
+    assert fault == "without b 2 of 2 voters must vote, and only 1 can: a"
+
+
 def test_a_region_that_comes_back_is_a_contributor_without_a_folder_and_its_lives_are_remembered() -> None:
     bodies = (GENESIS, MembershipBody("c", "former"), MembershipBody("c", "contributor"))
     roster = roster_of(*bodies)

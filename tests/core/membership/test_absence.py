@@ -115,6 +115,8 @@ def test_an_evicted_voter_counts_for_no_majority_and_three_are_left() -> None:
     assert roster.is_majority("abc")
     assert not roster.is_majority("abe")
     assert roster.eviction_fault("e") == "e has no vote that could be taken"
+    expelled = after(DiskNamedBody("e", EXPELLED))
+    assert expelled.eviction_fault("e") == "e has no vote that could be taken", "it would be readmitted by the way"
     assert roster.eviction_fault("d") == ""
     last = after(DiskNamedBody("e", EVICTED), DiskNamedBody("d", EVICTED))
     assert last.eviction_fault("c") == "2 voters would be left without c, and 3 must be"

@@ -94,6 +94,27 @@ def test_a_row_that_no_sum_binds_turns_nobody_into_an_opponent() -> None:
     assert set(opposition.scores) == {"d"}
 
 
+def test_an_opposed_member_that_tells_no_row_shields_nobody_and_stays_opposed() -> None:
+    names, chance = (*NAMES, "e"), random.Random(12)
+    opposition = Opposition(9, {"d": Score(-40.0, is_opposed=True)})
+    for _ in range(40):
+        rows = rows_of(chance, 1.0, 1.0, -1.0, 1.0, 1.0)
+        rows[3] = []
+        opposition = opposition.after([*map(of, names)], (1.0, 1.0, 1.0, 0.0, 1.0), rows)
+    assert opposition.opposed(names) == {"c", "d"}
+    assert opposition.scores["d"].value == -40.0
+
+
+def test_an_opposed_member_that_tells_better_rows_than_its_own_is_freed_by_time_alone() -> None:
+    opposition, chance, audits = Opposition(9, {"d": Score(-17.0, is_opposed=True)}), random.Random(6), 0
+    while opposition.opposed(NAMES):
+        rows = rows_of(chance, 1.0, 1.0, 1.0, -1.0)
+        rows[3] = [sum(column) for column in zip(*rows[:3], strict=True)]
+        opposition, audits = opposition.after([*map(of, NAMES)], (1.0, 1.0, 1.0, 0.0), rows), audits + 1
+        assert audits < 60
+    assert audits >= 20
+
+
 def test_never_half_of_the_members_are_opposed_and_none_of_two() -> None:
     low = Score(OPPOSED_BELOW - 1.0, is_opposed=True)
     opposition = Opposition(9, {"c": low, "d": low})

@@ -175,6 +175,15 @@ def test_one_round_of_few_members_does_not_cut_those_that_bring_a_whole_cycle(na
     assert clipped(*last[:3], of("d", 8.0), recent=recent)[3] == 0.5
 
 
+def test_where_all_are_longer_than_in_the_rounds_before_who_made_more_steps_is_compared_with_them() -> None:
+    recent = RecentRounds()
+    for _ in range(ROUNDS_KEPT):
+        recent = recent.after([of(name, 1.0) for name in "abcd"])
+    together = [of("a", 5.0), of("b", 5.0), of("c", 5.0)]
+    assert clipped(*together, of("d", 16.0, steps=48), recent=recent) == [1.0] * 4
+    assert clipped(*together, of("d", 40.0, steps=48), recent=recent)[3] == 0.5
+
+
 def test_what_is_usual_follows_the_last_rounds_and_no_minority() -> None:
     recent = RecentRounds()
     assert recent.usual([of("a", 1.0, 2.0)]) == Norms(math.sqrt(5.0), (1.0, 2.0))

@@ -223,5 +223,7 @@ def test_the_ledger_begins_with_sums_that_a_majority_has_too_and_never_with_othe
     base = upheld.compaction.next_base()
     assert (base is not None and base.index == 4) == is_same
     assert any(isinstance(effect, Note) and effect.is_alarm for effect in upheld.effects.take()) != is_same
-    upheld.has_states = False
+    upheld.ledger.commit_index = 3
+    assert upheld.compaction.next_base() is None, "the entries that it stands for are not all on the own disk"
+    upheld.ledger.commit_index, upheld.has_states = last.index, False
     assert upheld.compaction.next_base() is None, "the own disk could not go on from there"

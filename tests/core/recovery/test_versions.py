@@ -331,6 +331,16 @@ def test_nothing_is_fetched_that_is_there() -> None:
     assert disk.requests(body) == []
 
 
+def test_a_payload_that_a_later_state_overtakes_is_not_fetched() -> None:
+    ahead, behind = Disk(), Disk()
+    for disk in (ahead, behind):
+        disk.begin()
+        disk.commit(committed_round(0, 1, ()))
+    ahead.versions.state_stored(0, 2, b"x" * 32)
+    assert ahead.requests() == [], "it waits for its version to be committed"
+    assert behind.requests() == [(0, 1, False)]
+
+
 def test_theta_zero_is_waited_for_while_the_own_learner_has_laid_down_none() -> None:
     disk = Disk()
     disk.requests(GENESIS)

@@ -10,7 +10,7 @@ import pytest
 
 from diloco_node.core.ledger.entries import ZERO_HASH
 from diloco_node.core.ledger.summary import encode_summary
-from diloco_node.core.merge.freivalds import WINDOWS, draw_windows
+from diloco_node.core.merge.freivalds import WINDOWS, are_rows_due, draw_windows
 from diloco_node.core.merge.numbers import MergeNumbers, merge_numbers
 from diloco_node.core.merge.outer import outer_rates
 from diloco_node.core.merge.outliers import ROUNDS_KEPT, RecentRounds
@@ -230,13 +230,24 @@ def test_a_base_whose_norms_are_none_is_refused(recent: bytes) -> None:
     assert "norms of" in new_check().base_fault(base)
 
 
-def audited(body: RoundBody, rows: Sequence[Sequence[float]]) -> RoundBody:
+def audited(body: RoundBody, rows: Sequence[Sequence[float]], *, are_due: bool = True) -> RoundBody:
     """The entry of a round that is audited, with a row per member."""
     blocks = piece_blocks(MANIFEST.fragments[body.fragment].piece_sizes)
-    nonces = next(
-        (bytes([number]) * 32,) for number in range(256) if draw_windows((bytes([number]) * 32,), body.stripes, blocks)
-    )
+    draws = ((bytes([number]) * 32,) for number in range(256))
+    nonces = next(draw for draw in draws if draw_windows(draw, body.stripes, blocks) and are_rows_due(draw) is are_due)
     return replace(body, nonces=nonces, projections=tuple(map(tuple, rows)))
+
+
+def test_an_entry_has_the_rows_of_all_that_are_in_its_sum_where_they_are_due() -> None:
+    rows: list[Sequence[float]] = [(0.5,) * WINDOWS] * 3
+    lacking: list[Sequence[float]] = [(), *rows[:1], ()]
+    assert doubt_of(audited(honest(), rows), GENESIS) == ""
+    assert doubt_of(audited(honest(), lacking, are_due=False), GENESIS) == ""
+    assert doubt_of(audited(honest(), lacking), GENESIS).startswith("it lacks the projections of a, c, which are due")
+    assert "it lacks the projections of a, b, c" in doubt_of(audited(honest(), ()), GENESIS)
+    far = (replace(THREE[0], squared_norms=tuple(1e6 * square for square in THREE[0].squared_norms)), *THREE[1:])
+    assert honest(far).members[0].weight == 0.0
+    assert doubt_of(audited(honest(far), [(), *rows[:2]]), GENESIS) == "", "nothing of a is in the sum"
 
 
 def test_who_points_against_the_others_in_many_audits_weighs_nothing_behind_a_base_too() -> None:

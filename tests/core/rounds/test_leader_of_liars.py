@@ -6,15 +6,20 @@ from dataclasses import replace
 
 import pytest
 
+from diloco_node.core.merge.freivalds import are_rows_due
 from diloco_node.core.messages import (
+    AuditDrawn,
     BallotOpened,
     Contributed,
+    ContributionProjected,
     LeftOut,
     MergedReceived,
     PayloadDurable,
     ReductionReported,
 )
+from diloco_node.core.projections import ContributionsProjected, ProjectContributions, Projection
 from diloco_node.core.rounds.agenda import REASON_CHARACTERS_MAX
+from diloco_node.core.rounds.audit_draw import drawer_of, nonce_of
 from diloco_node.core.rounds.ballot import PROBE_HEARTBEATS
 from diloco_node.core.rounds.open_round import payload_digest
 from diloco_node.core.rounds.suspicion import PAUSE_BALLOTS
@@ -22,8 +27,9 @@ from diloco_node.core.types import (
     Contribution,
     MergeRule,
     RoundBody,
+    Stripe,
 )
-from tests.kit.leader_kit import Office, ballots, decisions, offered
+from tests.kit.leader_kit import DUE, Office, ballots, decisions, offered
 from tests.kit.rounds_kit import (
     MANIFEST,
     MS,
@@ -104,6 +110,65 @@ def test_a_reducer_that_lies_about_norms_loses_its_stripes_and_nobody_else_anyth
     assert [member.contribution.learner for member in body.members] == ["a", "b", "c"]
     assert [(line.region, line.part) for line in office.leader.left_out] == [("c", "reducer")]
     assert next(note.text for note in office.notes if note.is_alarm).startswith("c as reducer: the norms")
+
+
+def due_audit(office: Office) -> BallotOpened:
+    """A merged ballot that everybody holds, its audit drawn so that rows are due; c tells none."""
+    office.is_drawn = False
+    announcement = office.open()
+    office.contribute(announcement)
+    office.go()
+    digest = office.merge(announcement)
+    round_ = office.leader.rounds[0]
+    own = nonce_of(b"a", announcement.ballot)
+    nonce = next(value for value in map(bytes, itertools.product(range(8), repeat=3)) if are_rows_due((own, value)))
+    office.answer(drawer_of(announcement, "a"), AuditDrawn(announcement.ballot, digest, (nonce,)))
+    for name in REGIONS:
+        office.answer(name, PayloadDurable(announcement.ballot, digest))
+    office.go()
+    windows = len(round_.windows)
+    office.own_projection = Projection((0.0,) * windows, (1.0,) * windows)
+    for name in "ab":
+        office.answer(name, ContributionProjected(announcement.ballot, (0.0,) * windows))
+    assert ballots(office.go()) == []
+    assert not office.leader.proposals, "the row of c may be on its way"
+    return announcement
+
+
+def test_a_leader_that_lacks_a_row_that_is_due_reduces_alone() -> None:
+    office = Office()
+    announcement = due_audit(office)
+    office.now_ns += 3 * office.leader.rounds[0].deadline.duration_ns // 4
+    office.report(DUE)
+    again = ballots(office.go())[0]
+    assert (again.members, {stripe.reducer for stripe in again.stripes}) == (announcement.members, {"a"})
+    assert any("c: it has not told its projections" in note.text for note in office.notes)
+    assert office.leader.left_out == (), "it may be late"
+
+
+def test_a_leader_that_has_all_contributions_projects_them_itself_where_a_row_is_missing() -> None:
+    office = Office()
+    due_audit(office)
+    round_ = office.leader.rounds[0]
+    round_.announcement = replace(
+        round_.announcement, stripes=tuple(replace(stripe, reducer="a") for stripe in round_.stripes)
+    )
+    emitted: list[object] = []
+    office.world.effects.emit = emitted.append  # type: ignore[method-assign]
+    assert ballots(office.go(3 * round_.deadline.duration_ns // 4)) == []
+    (order,) = emitted
+    assert isinstance(order, ProjectContributions)
+    announcement, stop = round_.announcement, round_.stripes[-1].block_stop
+    round_.announcement = replace(announcement, stripes=(Stripe("a", 0, stop),))
+    assert office.leader._audit._to_project(round_) == [], "a window may lie in two stripes of another ballot"
+    round_.announcement = announcement
+    assert office.leader._audit._to_project(round_) == [order.windows]
+    rows = ((0.25,) * len(order.windows), (-0.25,) * len(order.windows), (0.0,) * len(order.windows))
+    office.leader.on_projections(ContributionsProjected(0, 1, order.windows, rows))
+    office.go()
+    (body,) = office.leader.proposals
+    assert isinstance(body, RoundBody)
+    assert body.projections == rows
 
 
 def test_a_reducer_that_tells_a_wrong_digest_costs_one_question() -> None:

@@ -30,14 +30,18 @@ VOTE = FinishRequested(FLAT, is_order=False)
 
 
 class Bench:
-    """The end of a run as region a of three sees it; everybody's learner has made some steps."""
+    """The end of a run as region a sees it; everybody's learner has made some steps."""
 
-    def __init__(self, settings: RunSettings = BY_STEPS, *, steps: int = 40) -> None:
-        self.near = Neighbourhood()
+    def __init__(
+        self, settings: RunSettings = BY_STEPS, *, steps: int = 40, regions: tuple[str, ...] = REGIONS
+    ) -> None:
+        self.near = Neighbourhood("a", regions)
         self.near.all_hear(status(steps), now_ns=0)
         self.history = history_of(GENESIS)
         self.effects = EffectBuffer("a")
-        context = context_of(self.history, liveness=self.near.liveness, settings=settings, effects=self.effects)
+        context = context_of(
+            self.history, liveness=self.near.liveness, regions=regions, settings=settings, effects=self.effects
+        )
         self.versions: Any = SimpleNamespace(applied=[0, 0])
         self.end = RunEnd(context, self.versions, RunProgress(context))
 
@@ -67,6 +71,12 @@ def test_the_scripts_of_a_majority_of_the_regions_end_the_run_and_fewer_do_not()
     )
     assert bench.end.doubt(FinishedBody((0, 0), FLAT), now_ns=0) == ""
     assert bench.end.waiting("b", now_ns=0) == ""
+
+
+def test_the_scripts_of_half_of_the_regions_do_not_end_the_run() -> None:
+    bench = Bench(regions=(*REGIONS, "d"))
+    assert bench.hear("b", "c") is None
+    assert bench.hear("d") == FLAT
 
 
 def test_votes_that_are_not_repeated_lapse() -> None:
