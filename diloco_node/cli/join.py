@@ -267,17 +267,18 @@ def _toml(
 
 def _check_shared(config: NodeConfig, peer: str, run: RunShown) -> None:
     """Refuse a flag or variable of this machine by which its setting is another one than the run's."""
-    from diloco_node.config.schema import RoundsSection, RunSection
-    from diloco_node.config.setting_texts import toml_text
-
-    defaults = {**RoundsSection.model_fields, **RunSection.model_fields}
     run_texts = dict(line.split("=", 1) for line in run.settings)
+    sections = {"rounds": config.rounds, "run": config.run}
+    for table, section in sections.items():
+        fields = type(section).model_fields.items()
+        defaults = {name: field.get_default() for name, field in fields if f"{table}.{name}" not in run_texts}
+        sections[table] = section.model_copy(update=defaults)
+    run_texts = config.model_copy(update=sections).shared_settings() | run_texts
     for key, text in config.shared_settings().items():
-        run_text = run_texts.get(key) or toml_text(defaults[key.partition(".")[2]].get_default())
-        if config.origin(key).startswith(("-", "DILOCO_")) and text != run_text:
+        if config.origin(key).startswith(("-", "DILOCO_")) and text != run_texts[key]:
             raise ConfigError(
-                f"{key} is {text} ({config.origin(key)}), but {run_text} in the run, as {peer} shows it: leave it out. "
-                f"`diloco-node config set {key}={text}` changes it in all regions, if it can change in a run"
+                f"{key} is {text} ({config.origin(key)}), but {run_texts[key]} in the run, as {peer} shows it: leave "
+                f"it out. `diloco-node config set {key}={text}` changes it in all regions, if it can change in a run"
             )
 
 

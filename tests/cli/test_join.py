@@ -133,6 +133,7 @@ async def test_who_is_not_listed_says_how_to_be_and_waits(
         ("rounds.sync_every=16", r"is 16 \(--set rounds\.sync_every\), but 8 in the run, as a shows it: leave it out"),
         ("rounds.fragments=3", r"rounds\.fragments is 3 \(--set rounds\.fragments\), but 24 in the run, as a shows it"),
         ("run.steps=96", r"run\.steps is 96 \(--set run\.steps\), but 48 in the run, as a shows it: leave it out"),
+        ("rounds.outer_lr=0.123", r"rounds\.outer_lr is 0\.123 \(--set rounds\.outer_lr\), but 0\.\d+ in the run"),
         ("rounds.sync_every=often", r"rounds\.sync_every is \"often\" \(--set rounds\.sync_every\)"),
         ("rounds.often=1", r"rounds\.often"),
         ('data.paths=["here.txt"]', "that is a list, as run.toml has it: write PATH here, or PATH:PATH"),
@@ -155,7 +156,8 @@ async def test_a_variable_of_this_machine_that_differs_from_the_run_is_refused(
     with pytest.raises(ConfigError, match=r"sync_every is 16 \(DILOCO_ROUNDS__SYNC_EVERY\), but 8 in the run"):
         await joined(place)
     monkeypatch.setenv("DILOCO_ROUNDS__SYNC_EVERY", "8")
-    await joined(place, words=["rounds.sync_every=8", "model.lr=0.01"])
+    outer_lr = load(Path("shown.toml")).run_settings().outer_lr
+    await joined(place, words=["rounds.sync_every=8", f"rounds.outer_lr={outer_lr}", "model.lr=0.01"])
     assert (load(Path("run.toml")).rounds.sync_every, load(Path("run.toml")).model.lr) == (8, 0.01)
 
 
