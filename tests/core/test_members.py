@@ -373,6 +373,12 @@ def test_two_regions_that_went_on_alone_name_each_other_and_neither_leaves(
         assert not any("two runs" in note.text for note in core._effects.take() if isinstance(note, Note)), "told once"
         assert core.farewell.reason == ""
         assert core.ledger.newer_roster.changes == 0, "it links with nobody by that list"
+        assert core.ledger.contradictions[peer].startswith(text), "an alert, for as long as it is so"
+        own = lists[name]
+        core.farewell.take(peer, RosterShown(own.changes, own.lines, b"forged"))
+        assert peer in core.ledger.contradictions
+        core.farewell.take(peer, RosterShown(own.changes, own.lines, signature_of(own.statement("simulated"))))
+        assert core.ledger.contradictions == {}, "it was emptied, and added here"
 
 
 def test_a_leader_that_makes_up_a_change_of_the_members_is_refused_and_loses_its_place(
