@@ -121,6 +121,9 @@ class StorageError(DilocoError):
     code = "E-STORAGE"
     remedy = "end the other daemon that uses the folder, or mend what the message names; then start again"
 
+    disk: tuple[int, int] = (0, 0)
+    """Device and number of a kernel's refusal: equal for all files on one full disk."""
+
 
 class DiskRefused(StorageError):
     """The kernel refused to read, write or lock: full, read-only, failing. Another try may go through."""

@@ -32,7 +32,8 @@ def check_begun(config: NodeConfig, region: str) -> tuple[str, list[str]]:
 
             check_past_init(config.run.init)
         news = "of two regions neither merges alone (training goes on): use three, or `members witness` later"
-        return "", [news] * (len(config.regions) == 2)
+        has_joiner = any(section.joined for section in config.regions.values())
+        return "", [news] * (len(config.regions) == 2 and not has_joiner)
     # Who joined knows the founders by the ledger: its run.toml has all members of that day.
     founders = [name for name, section in config.regions.items() if not section.joined]
     has_joined = config.regions[region].joined > 0

@@ -14,7 +14,7 @@ import tempfile
 import time
 import tomllib
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,6 +38,9 @@ PATIENCE_S: Final = 60.0
 """So long nobody may answer at first: a member that is being started again does then."""
 
 USUAL_PORT: Final = 7400
+UNLISTED: Final = "unlisted.invalid:7400"
+"""For a region that no list has yet, and whose address only that will tell."""
+
 PATH_SETTINGS: Final = frozenset({"run.state_dir", "run.certs_dir"})
 
 HF_ARGS: Final = frozenset(
@@ -65,7 +68,13 @@ Sections = dict[str, dict[str, str]]
 
 
 def join_run(
-    region: str, address: str, config: Path | None, flags: Flags, assignments: Sequence[str] | None = None
+    region: str,
+    address: str,
+    config: Path | None,
+    flags: Flags,
+    assignments: Sequence[str] | None = None,
+    *,
+    check: Callable[[NodeConfig], None] = lambda _: None,
 ) -> None:
     """Write the run.toml with which this region starts, once it is listed; waits for that.
 
@@ -73,6 +82,7 @@ def join_run(
     the region may have been removed and added again since.
 
     region: this one. address: of any member, "host:port". flags, assignments: as for `load`; they are written, too.
+    check: refuses settings with which this machine can't start; asked before anything is waited for, or written.
 
     Raises ConfigError: what stands in the way here. IdentityError: the certificate. PeersUnreachable: no member of the
     run is there.
@@ -95,6 +105,7 @@ def join_run(
         settings = load(path, flags, assignments)
         _check_written(settings, path, region, identity.run_id)
         if settings.regions[region].joined and read_run_record(settings.state_dir(region)) is None:
+            check(settings)
             _count_again(path, certs_dir / region, identity, address, own_address)
         return
     record = read_run_record(state_dir / region)
@@ -103,8 +114,18 @@ def join_run(
             f"{state_dir / region} holds run {record.genesis.run_id}, the certificate is of run {identity.run_id}: "
             "give another --state-dir"
         )
-    peer, answer = _until_listed(certs_dir / region, identity, address, own_address, patience_s=PATIENCE_S)
-    _write(path, _toml(region, address, peer, answer, flags=flags, assignments=assignments))
+
+    def run_toml(peer: str, answer: PeerAnswer) -> str:
+        text, settings = _toml(region, address, peer, answer, flags=flags, assignments=assignments)
+        check(settings)
+        return text
+
+    _write(
+        path,
+        run_toml(
+            *_until_listed(certs_dir / region, identity, address, own_address, patience_s=PATIENCE_S, examine=run_toml)
+        ),
+    )
     _say(f"{region} is a member of run {identity.run_id}: {path} is written, and the next start needs no --join")
 
 
@@ -145,11 +166,18 @@ def _check_written(config: NodeConfig, path: Path, region: str, run_id: str) -> 
 
 
 def _until_listed(
-    folder: Path, identity: Identity, address: str, own_address: str | None, *, patience_s: float
+    folder: Path,
+    identity: Identity,
+    address: str,
+    own_address: str | None,
+    *,
+    patience_s: float,
+    examine: Callable[[str, PeerAnswer], object] = lambda *_: None,
 ) -> tuple[str, PeerAnswer]:
     """Ask the member until it shows this region among the others; the member's name, and its answer.
 
-    own_address: where the others are to dial this region. patience_s: how long nobody may answer at first.
+    own_address: where the others are to dial this region. patience_s: how long nobody may answer at first. examine:
+    takes the first answer, before this waits.
     """
     is_told = is_silence_told = False
     end_s = time.monotonic() + patience_s
@@ -179,6 +207,7 @@ def _until_listed(
             return peer, answer
         if not is_told:
             is_told = True
+            examine(peer, answer)
             leader = run.leader or "REGION"
             place = own_address or f"{f'[{own_host}]' if ':' in own_host else own_host}:{USUAL_PORT}"
             _say(
@@ -207,14 +236,15 @@ def _ask(folder: Path, identity: Identity, address: str) -> tuple[str, str, Peer
 
 def _toml(
     region: str, address: str, peer: str, answer: PeerAnswer, *, flags: Flags, assignments: Sequence[str] | None
-) -> str:
+) -> tuple[str, NodeConfig]:
+    """The run.toml of this region, which may not be listed yet, and what is set by it and the flags."""
     from diloco_node.wire.envelope import settings_difference
 
     run = answer.run
     assert run is not None
     sections = _shown_sections(peer, run, {text.partition("=")[0].strip() for text in assignments or ()})
     addresses = {member.region: member.address or None for member in run.members if member.region != region}
-    place = next(member.address for member in run.members if member.region == region)
+    place = next((member.address for member in run.members if member.region == region), UNLISTED)
     for name, host_port in addresses.items():
         sections[f"regions.{name}"] = {} if host_port is None else {"address": json.dumps(host_port)}
     sections[f"regions.{region}"] = {
@@ -223,6 +253,7 @@ def _toml(
         "admin_port": str(admin_ports({**addresses, region: place or None})[region]),
     }
     config = _loaded(_text(sections, ""), peer, flags, assignments)
+    _check_shared(config, peer, run)
     for key, value, origin in config.rows():
         if origin.startswith("--") and key != "run.init":
             section, _, name = key.rpartition(".")
@@ -231,7 +262,24 @@ def _toml(
         ours = [f"{key}={value}" for key, value in config.shared_settings().items()]
         difference = settings_difference(ours, answer.hello.settings) or "their digests differ"
         raise ConfigError(f"{peer} runs with other settings than it shows, or another version: {difference}")
-    return _text(sections, f"# Written by diloco-node start --join {address}: the run as {peer} showed it.\n")
+    return _text(sections, f"# Written by diloco-node start --join {address}: the run as {peer} showed it.\n"), config
+
+
+def _check_shared(config: NodeConfig, peer: str, run: RunShown) -> None:
+    """Refuse a flag or variable of this machine by which its setting is another one than the run's."""
+    run_texts = dict(line.split("=", 1) for line in run.settings)
+    sections = {"rounds": config.rounds, "run": config.run}
+    for table, section in sections.items():
+        fields = type(section).model_fields.items()
+        defaults = {name: field.get_default() for name, field in fields if f"{table}.{name}" not in run_texts}
+        sections[table] = section.model_copy(update=defaults)
+    run_texts = config.model_copy(update=sections).shared_settings() | run_texts
+    for key, text in config.shared_settings().items():
+        if config.origin(key).startswith(("-", "DILOCO_")) and text != run_texts[key]:
+            raise ConfigError(
+                f"{key} is {text} ({config.origin(key)}), but {run_texts[key]} in the run, as {peer} shows it: leave "
+                f"it out. `diloco-node config set {key}={text}` changes it in all regions, if it can change in a run"
+            )
 
 
 def _shown_sections(peer: str, run: RunShown, own_keys: Collection[str]) -> Sections:

@@ -173,8 +173,8 @@ def recover(
     _check_silence(spec, identity, {name: facts.addresses[name] or spec.peers.get(name) for name in facts.leavers})
     facts = go_on_alone(folder, spec.region, spec.run_id, lambda statement: sign(key, statement))
     typer.echo(
-        f"{spec.region} goes on alone from entry {facts.index}: start it. {', '.join(facts.leavers)} left the run, and "
-        "come back with an empty folder after `diloco-node members add`"
+        f"{spec.region} goes on alone from entry {facts.index}: start it. {', '.join(facts.leavers)} left the run. A "
+        "region comes back with an empty folder, after `diloco-node members add`"
     )
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -99,7 +100,7 @@ def start(
     if join is not None:
         from diloco_node.cli.join import join_run
 
-        join_run(region, join, config, flags, assignments)
+        join_run(region, join, config, flags, assignments, check=partial(check_files, command=command or ()))
     # A name with a dot would become a key of its own; the check names the regions there are.
     settings = load(config, flags if "." not in region else {}, assignments)
     settings.check_region(region)
@@ -138,6 +139,15 @@ def start(
     from diloco_node.supervisor.supervisor import run_supervisor
 
     raise typer.Exit(run_supervisor(spec))
+
+
+def check_files(config: NodeConfig, command: Sequence[str]) -> None:
+    """Refuse data, a model or a script that this machine lacks. Raises ConfigError."""
+    if not command:
+        check_data(config)
+        check_model(config)
+    check_command(command)
+    check_init(config)
 
 
 def check_data(config: NodeConfig) -> None:

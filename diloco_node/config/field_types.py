@@ -26,7 +26,9 @@ def _number(value: object) -> object:
 
 
 def paths_of(value: object) -> object:
-    """A list, or (from the environment) paths with `:` between them; the one in `hf:NAME` is none of these."""
+    """A list, or (from the environment and flags) paths with `:` between them, of which that in `hf:NAME` is none."""
+    if isinstance(value, str) and re.match(r"\[\s*[\"']", value):
+        raise ValueError("that is a list, as run.toml has it: write PATH here, or PATH:PATH")
     return tuple(path for path in re.split(r"(?<!\bhf):", value) if path) if isinstance(value, str) else value
 
 

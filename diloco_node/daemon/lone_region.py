@@ -81,14 +81,16 @@ class WitnessBucket:
             self.record = None if self._record is None else decode_record(self._record.data)
             self.before = None if self._before is None else decode_record(self._before.data)
         except (StoreRefused, ProtocolViolation) as error:
+            place = f"{self._objects.place}/{FOLDER}: " if isinstance(error, ProtocolViolation) else ""
             raise StoreRefused(
-                f"{error}. What the witness holds may count: make it readable. If it is lost for good, make an empty "
-                "bucket of that name"
+                f"{place}{error}. What the witness holds may count: make it readable. If it is lost for good, remove "
+                f"{RECORD} there, or make an empty bucket of that name, also in another store of the environment"
             ) from error
 
-    def close(self) -> None:
-        """Put an empty object in its place, which has no vote. Raises StoreRefused: somebody has just written it."""
-        if self._record is None or self.record is None:
+    def close(self, run_id: str) -> None:
+        """Put an empty object in its place, which has no vote; that of another run stays. Raises StoreRefused: somebody
+        has just written it."""
+        if self._record is None or self.record is None or self.record.run_id != run_id:
             return
         time.sleep(QUIET_NS / NS_PER_S)  # a region that goes on with it writes it meanwhile
         empty = encode_record(WitnessRecord(self.record.run_id, secrets.token_bytes(DISK_ID_BYTES), 1))
@@ -134,7 +136,7 @@ def go_on_alone(
         ledger = _read(folder, region, store, ask)
         entries = removals(ledger.recovery, region, lambda roster: sign(roster.statement(run_id)))
         if ledger.bucket is not None:
-            ledger.bucket.close()
+            ledger.bucket.close(run_id)
         store.persist(ledger.recovery.term + TERMS_AHEAD, region, 0, entries)
     return ledger.facts
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 from diloco_node.core import events as ev
 from diloco_node.core.events import Note
 from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.membership.replacement import RUN_IS_OVER
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.operator_orders import EntryOrdered
@@ -387,7 +388,9 @@ class Node:
         return self.effects.disk.store_initial_state(version_area, generation)
 
     def finish(self, reason: str) -> None:
-        """Ask the run to end."""
+        """Ask the run to end. Raises ConfigError: it has."""
+        if self.core.history.finished is not None:
+            raise ConfigError(RUN_IS_OVER)
         self._post(ev.FinishOrdered(reason))
 
     def expel(self, peer: str, *, is_lifted: bool) -> None:

@@ -50,7 +50,7 @@ from diloco_node.core.types import DISK_ID_BYTES, Entry, RoundBody, RunSettings
 from diloco_node.daemon.effects.fetch import Fetcher
 from diloco_node.daemon.effects.sending import Transport
 from diloco_node.daemon.work import Spawn, T, in_thread
-from diloco_node.errors import DilocoError, PeerError, StoreRefused
+from diloco_node.errors import DilocoError, PeerError, ProtocolViolation, StoreRefused
 from diloco_node.numeric import U8
 from diloco_node.storage.durable import DamagedFile
 from diloco_node.storage.object_store import BucketObjects, bucket_scheme
@@ -259,7 +259,7 @@ class WitnessLink:
         current, uploads = None, frozenset[bytes]()
         if answer is not None:
             loop.call_soon_threadsafe(partial(self._pacer.was_read, place.name, len(answer.data), is_bulk=False))
-            current, place.read_at = decode_record(answer.data), answer.written
+            current, place.read_at = _record(place, answer.data, self._run_id), answer.written
             uploads = place.uploaded(answer.written) if current.disk == place.disk else uploads
         turn = take_turn(
             current,
@@ -274,8 +274,8 @@ class WitnessLink:
         )
         if current is not None and place.seen.is_stale(current):
             raise StoreRefused(
-                f"{place.url} holds an older record than was read here before, which may have forgotten a vote: `"
-                f"members remove {place.name}`, then `members witness` with an empty place"
+                f"{place.url} holds an older record than was read here before, which may have forgotten a vote. Once "
+                f"both sites are there, `members remove {place.name}`, then `members witness` with an empty place"
             )
         if current is None and turn.record is None:
             raise _absence(place)
@@ -389,7 +389,7 @@ class WitnessLink:
         """Look at the bucket now and then."""
         while True:
             if self.name:
-                await self._ask(self._place, partial(_look, self._place), self._turns)
+                await self._ask(self._place, partial(_look, self._place, self._run_id), self._turns)
             await asyncio.sleep(LOOK_S)
 
     def _tell(self, place: _WitnessPlace, fault: str) -> None:
@@ -435,10 +435,27 @@ def _wait(permission: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop
                 raise StoreRefused("the daemon ends") from None
 
 
-def _look(place: _WitnessPlace) -> None:
+def _look(place: _WitnessPlace, run_id: str) -> None:
     answer = place.opened().record.read_tagged(RECORD, RECORD_BYTES_MAX)
-    if answer is None and place.disk:
+    if answer is not None:
+        _record(place, answer.data, run_id)
+    elif place.disk:
         raise _absence(place)
+
+
+def _record(place: _WitnessPlace, data: bytes, run_id: str) -> WitnessRecord:
+    """The record in the bucket. Raises StoreRefused: it is none, or of another run."""
+    try:
+        record, fault = decode_record(data), ""
+    except ProtocolViolation as error:
+        record, fault = None, f"holds no record that this version can read ({error})"
+    if record is not None and record.run_id == run_id:
+        return record
+    fault = fault or f"holds the record of run {record.run_id if record else ''}, and this is run {run_id}"
+    raise StoreRefused(
+        f"{place.url}/{RECORD} {fault}: something else writes there. Once both sites are there, `members remove "
+        f"{place.name}`, then `members witness` with an empty place. Where one is gone for good, `members recover`"
+    )
 
 
 def _absence(place: _WitnessPlace) -> StoreRefused:

@@ -37,7 +37,10 @@ def disk_error(verb: str, path: Path, error: OSError) -> DiskRefused:
     if error.errno == errno.ENOSPC:
         with contextlib.suppress(OSError):
             remedy = f"{remedy}; {shutil.disk_usage(path.parent).free:,} bytes are free"
-    return DiskRefused(f"can't {verb} {path}: {remedy}")
+    refusal = DiskRefused(f"can't {verb} {path}: {remedy}")
+    with contextlib.suppress(OSError):
+        refusal.disk = path.parent.stat().st_dev, error.errno or 0
+    return refusal
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import contextlib
 import datetime as dt
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import pytest
 from diloco_node.cli import join
 from diloco_node.cli.join import join_run
 from diloco_node.cli.options import load
+from diloco_node.cli.start import check_data
+from diloco_node.config.resolve import NodeConfig
 from diloco_node.daemon import run_record
 from diloco_node.errors import ConfigError, DilocoError, IdentityError, PeersUnreachable
 from diloco_node.transport.authority import add_regions, init_run, renew_regions
@@ -75,8 +77,15 @@ async def member(mesh: Mesh, show_run: Callable[[], RunShown]) -> str:
     return address(a)
 
 
-async def joined(place: str, *, region: str = "d", **flags: Any) -> None:
-    """Join by the member at an address, with the certificates of the run."""
+async def joined(
+    place: str,
+    *,
+    region: str = "d",
+    words: Sequence[str] = (),
+    check: Callable[[NodeConfig], None] = lambda _: None,
+    **flags: Any,
+) -> None:
+    """Join by the member at an address, with the certificates of the run. words: of --set."""
     values = {
         f"regions.{region}.address": None,
         **dict.fromkeys(FLAGS),
@@ -84,7 +93,7 @@ async def joined(place: str, *, region: str = "d", **flags: Any) -> None:
         **{key.replace("__", "."): flags[key] for key in flags},
     }
     pairs = {key: (f"--{key}", value) for key, value in values.items()}
-    await asyncio.to_thread(join_run, region, place, None, pairs)
+    await asyncio.to_thread(join_run, region, place, None, pairs, words, check=check)
 
 
 async def test_what_a_member_shows_becomes_the_run_toml_of_the_next_start(mesh: Mesh) -> None:
@@ -116,6 +125,40 @@ async def test_who_is_not_listed_says_how_to_be_and_waits(
     first, second = capsys.readouterr().err.splitlines()
     assert "`diloco-node members add d a --address d.example:7400 --ca-key ca.key`. This waits for it" in first
     assert "d is a member of run run1: run.toml is written" in second
+
+
+@pytest.mark.parametrize(
+    ("word", "fault"),
+    [
+        ("rounds.sync_every=16", r"is 16 \(--set rounds\.sync_every\), but 8 in the run, as a shows it: leave it out"),
+        ("rounds.fragments=3", r"rounds\.fragments is 3 \(--set rounds\.fragments\), but 24 in the run, as a shows it"),
+        ("run.steps=96", r"run\.steps is 96 \(--set run\.steps\), but 48 in the run, as a shows it: leave it out"),
+        ("rounds.outer_lr=0.123", r"rounds\.outer_lr is 0\.123 \(--set rounds\.outer_lr\), but 0\.\d+ in the run"),
+        ("rounds.sync_every=often", r"rounds\.sync_every is \"often\" \(--set rounds\.sync_every\)"),
+        ("rounds.often=1", r"rounds\.often"),
+        ('data.paths=["here.txt"]', "that is a list, as run.toml has it: write PATH here, or PATH:PATH"),
+        ("data.paths=nowhere.txt", r"nowhere\.txt \(--set data\.paths\) does not exist"),
+    ],
+)
+async def test_what_is_set_wrongly_here_is_refused_before_the_region_waits(mesh: Mesh, word: str, fault: str) -> None:
+    """Else the operator adds a region that can't start, or that goes by other settings than it was told."""
+    place = await member(mesh, lambda: run_of("a", "b"))
+    with pytest.raises(ConfigError, match=fault):
+        await joined(place, words=[word], check=check_data)
+    assert run_toml() == ""
+
+
+async def test_a_variable_of_this_machine_that_differs_from_the_run_is_refused(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = await member(mesh, lambda: run_of("a", "b", "d"))
+    monkeypatch.setenv("DILOCO_ROUNDS__SYNC_EVERY", "16")
+    with pytest.raises(ConfigError, match=r"sync_every is 16 \(DILOCO_ROUNDS__SYNC_EVERY\), but 8 in the run"):
+        await joined(place)
+    monkeypatch.setenv("DILOCO_ROUNDS__SYNC_EVERY", "8")
+    outer_lr = load(Path("shown.toml")).run_settings().outer_lr
+    await joined(place, words=["rounds.sync_every=8", f"rounds.outer_lr={outer_lr}", "model.lr=0.01"])
+    assert (load(Path("run.toml")).rounds.sync_every, load(Path("run.toml")).model.lr) == (8, 0.01)
 
 
 async def test_a_member_that_starts_just_now_is_waited_for(

@@ -217,6 +217,10 @@ def test_two_regions_are_warned(
     )
     assert main(["start", "--region", "eu"]) == 6
     assert "of two regions neither merges alone" in capsys.readouterr().err
+    text = (tmp_path / "run.toml").read_text().replace("[regions.us-east]", "joined = 1\n[regions.us-east]")
+    (tmp_path / "run.toml").write_text(text)
+    assert main(["start", "--region", "eu"]) == 6
+    assert "of two regions" not in capsys.readouterr().err, "one alone votes, and this one joins it"
 
 
 def test_regions_draw_different_seeds_from_one(tmp_path: Path) -> None:

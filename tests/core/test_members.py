@@ -2,13 +2,14 @@
 
 import pytest
 
-from diloco_node.core.events import Effect, MessageArrived, Note, Send
+from diloco_node.core.events import Effect, FinishOrdered, MessageArrived, Note, Send
 from diloco_node.core.ledger import ledger_state
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.membership import replacement
 from diloco_node.core.messages import RosterShown
 from diloco_node.core.operator_orders import EntryOrdered
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import RoundBody
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.member_check import MemberCheck
@@ -257,6 +258,40 @@ def test_a_region_that_was_removed_while_it_was_down_is_told_when_it_comes_back(
     assert small.hosts[other].core.farewell.reason == ""
 
 
+def test_orders_where_nobody_leads_or_the_run_is_over_name_the_remedy(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, 3)
+    small.go(4)
+    first, second = small.others()
+
+    def fault(region: str, kind: str = "contributor") -> str:
+        host = small.hosts[region]
+        body = signed(host.core.ledger.disks.roster, MembershipBody("new", kind))
+        change = EntryOrdered(body, is_cut_off=kind == "former")
+        answer: str = host.core.replacement.order_fault(change, host.core.liveness, now_ns=small.world.now_ns)
+        return answer
+
+    assert fault(first) == f"only the leader can do it: give the order to {small.leader()}"
+    small.hosts[second].kill_daemon()
+    small.hosts[small.leader()].kill_daemon()
+    small.go(8)
+    assert fault(first).startswith("no region leads now: give the order again once a majority of the voters is there")
+    assert fault(first).endswith("If one is lost for good, `diloco-node members recover`")
+    for host in small.hosts.values():
+        if host is not small.hosts[first]:
+            host.start_daemon()
+    small.go(4)
+    small.hosts[first].post(FinishOrdered("enough"))
+    small.go(12)
+    over = "the run is over: to go on with it, raise run.steps or run.tokens in run.toml"
+    assert all(fault(name).startswith(over) for name in small.hosts)
+    assert all(
+        host.core.replacement.order_fault(
+            EntryOrdered(SettingsBody.of(host.core.history.settings)), host.core.liveness, now_ns=small.world.now_ns
+        ).startswith(over)
+        for host in small.hosts.values()
+    )
+
+
 def test_every_member_tells_a_region_that_it_was_removed(patch: pytest.MonkeyPatch) -> None:
     """Only the leader that removed it sent it entries: one elected since left it running while its links stood."""
     small = Small(patch, 4)
@@ -338,6 +373,12 @@ def test_two_regions_that_went_on_alone_name_each_other_and_neither_leaves(
         assert not any("two runs" in note.text for note in core._effects.take() if isinstance(note, Note)), "told once"
         assert core.farewell.reason == ""
         assert core.ledger.newer_roster.changes == 0, "it links with nobody by that list"
+        assert core.ledger.contradictions[peer].startswith(text), "an alert, for as long as it is so"
+        own = lists[name]
+        core.farewell.take(peer, RosterShown(own.changes, own.lines, b"forged"))
+        assert peer in core.ledger.contradictions
+        core.farewell.take(peer, RosterShown(own.changes, own.lines, signature_of(own.statement("simulated"))))
+        assert core.ledger.contradictions == {}, "it was emptied, and added here"
 
 
 def test_a_leader_that_makes_up_a_change_of_the_members_is_refused_and_loses_its_place(

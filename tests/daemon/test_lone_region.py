@@ -99,8 +99,8 @@ class Bucket(WitnessBucket):
         assert url == URL
         return self
 
-    def close(self) -> None:
-        self.closed += 1
+    def close(self, run_id: str) -> None:
+        self.closed += run_id == "run"
 
 
 def begin_two_sites(folder: Path) -> tuple[Entry, ...]:
@@ -185,7 +185,7 @@ def test_a_witness_that_can_not_be_read_or_closed_stops_it(tmp_path: Path) -> No
         raise StoreRefused("nobody answers")
 
     class Written(Bucket):
-        def close(self) -> None:
+        def close(self, run_id: str) -> None:
             raise StoreRefused("has just been written")
 
     for ask in (refuse, Written(record_of(log, 8)).ask):

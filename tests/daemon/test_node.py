@@ -20,6 +20,7 @@ from diloco_node.daemon import node as node_module
 from diloco_node.daemon.end_wishes import WISHES_NAME
 from diloco_node.daemon.final_model import LINGER_S
 from diloco_node.daemon.run_record import set_final_aside
+from diloco_node.errors import ConfigError
 from diloco_node.lab.demo.account_check import check_account
 from diloco_node.state_names import FINAL_NAME
 from diloco_node.storage.trained import read_trained
@@ -295,6 +296,8 @@ def test_an_order_to_end_outlives_the_daemon_that_took_it(play: Play) -> None:
             world.network.heal("a", peer)
         await world.finish()
         assert {one.node.core.view().finished for one in world.regions.values()} == {"enough"}
+        with pytest.raises(ConfigError, match=r"the run is over: .* raise run\.steps or run\.tokens in run\.toml"):
+            region.node.finish("once more")
         assert json.loads((region.folder / WISHES_NAME).read_text()) == {}, "an extension of the run is not ended by it"
 
     play(scenario)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ from diloco_node.numeric import U8
 from diloco_node.storage import object_store
 from diloco_node.storage.durable import DamagedFile
 from diloco_node.storage.object_store import BucketObjects, bucket_scheme
-from diloco_node.storage.swapped_object import FOLDER, RECORD, SwappedObject
+from diloco_node.storage.swapped_object import BEFORE, FOLDER, RECORD, SwappedObject
 from diloco_node.transport.pacing.pacer import Pacer
 from tests.kit.ledger_kit import a_round, append_entries, chain, disk_of
 from tests.kit.s3_server import s3_server
@@ -415,7 +415,7 @@ def test_the_object_of_who_goes_on_alone_is_replaced_unless_somebody_writes_it(
     monkeypatch.setattr(lone_region, "QUIET_NS", 0)
     empty = WitnessBucket(url)
     assert (empty.record, empty.keys) == (None, frozenset())
-    empty.close()
+    empty.close("run")
     assert opened(url).read_tagged(RECORD, RECORD_BYTES_MAX) is None
 
     async def scenario() -> None:
@@ -426,21 +426,26 @@ def test_the_object_of_who_goes_on_alone_is_replaced_unless_somebody_writes_it(
         assert bucket.record is not None
         assert bucket.record.entries == LOG[1:2]
         assert bucket.keys == {RECORD, f"{FOLDER}/{LOG[1].hash.hex()}"}
-        bucket.close()
+        bucket.close("another run")
+        assert opened(url).read_tagged(BEFORE, RECORD_BYTES_MAX) is None, "of another run"
+        bucket.close("run")
         late = await site.ask(append_entries(LOG, 3, 2, term=1))
         assert isinstance(late, AppendEntriesReply)
         assert late.disk != bucket.record.disk, "of which the ledger knows nothing"
         with pytest.raises(StoreRefused, match="has just been written: another region goes on with it"):
-            early.close()
+            early.close("run")
         again = WitnessBucket(url)
         assert again.before == bucket.record, "what it acknowledged stays known"
-        again.close()
+        again.close("run")
         assert WitnessBucket(url).before == bucket.record, "an empty record takes no other's place"
         site.link.close()
 
     asyncio.run(scenario())
     with pytest.raises(StoreRefused, match="make an empty bucket of that name"):
         WitnessBucket("s3://no-such-bucket/run")
+    opened(f"{url}-spoiled").swap(RECORD, b"", None)
+    with pytest.raises(StoreRefused, match=f"{url}-spoiled/witness: .* remove witness/record there"):
+        WitnessBucket(f"{url}-spoiled")
 
 
 def test_traffic_with_the_bucket_is_within_the_budget(url: str) -> None:
@@ -476,12 +481,47 @@ def test_another_runs_record_is_left_alone_and_named(url: str) -> None:
         await site.ask(BaseSent(1, 1, 1, 1, LOG[0].hash, b""))
         other.link.send(BaseSent(1, 1, 1, 1, LOG[0].hash, b""))
         await until(lambda: other.notes)
-        assert "the witness is of run run, and this one is other" in other.notes[0].text
+        assert f"{url}/{RECORD} holds the record of run run, and this is run other" in other.notes[0].text
+        assert "`members remove w`, then `members witness` with an empty place" in other.notes[0].text
         for each in (site, other):
             each.link.close()
 
     asyncio.run(scenario())
     assert opened(url).read_tagged(RECORD, RECORD_BYTES_MAX) is not None
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda _: b"", id="empty"),
+        pytest.param(lambda _: b"\xff" * 90, id="garbage"),
+        pytest.param(lambda data: data.replace(b"\x01", b"\x02", 1), id="newer"),
+    ],
+)
+def test_a_record_that_is_none_or_of_a_newer_version_is_named_before_it_is_needed(
+    url: str, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[bytes], bytes]
+) -> None:
+    monkeypatch.setattr(witness_link, "LOOK_S", 0.05)
+
+    async def scenario() -> None:
+        site, bucket = Site("a", url), opened(url)
+        await site.ask(BaseSent(1, 1, 1, 1, LOG[0].hash, b""))
+        sound = bucket.read_tagged(RECORD, RECORD_BYTES_MAX)
+        assert sound is not None
+        spoiled = spoil(sound.data)
+        assert bucket.swap(RECORD, spoiled, sound.tag)
+        await until(lambda: site.link.fault)
+        assert f"{url}/{RECORD} holds no record that this version can read (" in site.notes[-1].text
+        count = len(site.answers)
+        site.link.send(BaseSent(1, 2, 1, 1, LOG[0].hash, b""))
+        await until(lambda: not site.link._is_busy)
+        assert (len(site.answers), len(site.notes)) == (count, 1)
+        found = bucket.read_tagged(RECORD, RECORD_BYTES_MAX)
+        assert found is not None
+        assert found.data == spoiled, "nobody writes over it"
+        site.link.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_route_sends_to_the_bucket_what_is_for_the_witness() -> None:

@@ -49,8 +49,8 @@ class Farewell:
         self._shown_changes = 0
         # The last entry of the log, and since when it is the last one.
         self._last_index, self._last_ns = -1, 0
-        # Peers of another run by the same name, and the changes of its members that were told.
-        self._splits: set[tuple[str, int]] = set()
+        # Peers of another run by the same name: the changes of its members, and what was told of it.
+        self._splits: dict[str, tuple[int, str]] = {}
 
     def tell(self, peer: str) -> bool:
         """Show a peer the members, if they ever changed. Returns whether it was removed."""
@@ -74,7 +74,11 @@ class Farewell:
             return
         roster = Roster.of_lines(message.members, changes, message.signature)
         is_split = own_changes > 0 and changes > 0 and own.is_split_from(roster)
-        if (is_old and not is_split) or (is_split and (peer, changes) in self._splits):
+        if peer in self._splits and not is_split and not self._roster_fault(roster):  # emptied, and added to this run
+            _, text = self._splits.pop(peer)
+            if ledger.contradictions.get(peer) == text:
+                del ledger.contradictions[peer]
+        if (is_old and not is_split) or (is_split and self._splits.get(peer, (0,))[0] == changes):
             return
         is_removed = roster.has_removed(self._region)
         if fault := self._roster_fault(roster):
@@ -82,8 +86,9 @@ class Farewell:
             if not is_old:
                 self._effects.note("members", f"{peer} shows {subject}: {fault}", is_alarm=True)
         elif is_split:
-            self._splits.add((peer, changes))
-            self._effects.note("members", self._split_text(peer, roster), is_alarm=True)
+            text = self._split_text(peer, roster)
+            self._splits[peer], ledger.contradictions[peer] = (changes, text), text
+            self._effects.note("members", text, is_alarm=True)
         elif is_removed:
             self._leave(f"{peer} shows the authority's signature, change {changes} of the members")
         else:

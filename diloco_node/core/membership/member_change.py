@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.roster import NO_DISK, Roster, majority_of
 from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.types import EVICTED, EXPELLED
@@ -42,6 +43,20 @@ def order_fault(
     state = f"{len(before)} voters, {'of which ' + ', '.join(silent) + ' silent' if silent else 'all are there'}"
     verb = "removing" if body.kind == MemberKind.FORMER else "taking the vote of"
     return f"{state}: {verb} {region} leaves {len(after)}, and the next failure stops merging; --force takes that risk"
+
+
+def leader_fault(ledger: LedgerCore) -> str:
+    """Say why this region can't put an order into the ledger, with the remedy; empty if it can."""
+    if ledger.is_settled:
+        return ""
+    if ledger.is_leader:
+        return "it has just begun to lead: give the order again in some seconds"
+    if ledger.leader:
+        return f"only the leader can do it: give the order to {ledger.leader}"
+    return (
+        "no region leads now: give the order again once a majority of the voters is there, which `diloco-node members "
+        "list` counts. If one is lost for good, `diloco-node members recover`"
+    )
 
 
 def tolerance(roster: Roster, there: Container[str]) -> str:

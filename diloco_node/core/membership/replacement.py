@@ -40,6 +40,10 @@ HOLD_NS: Final = 60_000_000_000
 """Merges that are decided end with their ballots. So long after the last deadline their entries may wait for a
 majority; then an order is dropped, for no merge is decided in the meantime."""
 
+RUN_IS_OVER: Final = (
+    "the run is over: to go on with it, raise run.steps or run.tokens in run.toml, and start its regions"
+)
+
 
 def incarnation_min(newest: int, replacements: int) -> int:
     """The least number for a new life of a region's learner, whatever lives the region's folder knows of.
@@ -76,13 +80,14 @@ class SettingsChange:
         return self._fault(body)
 
     def _fault(self, body: SettingsBody) -> str:
-        ledger = self._ledger
         if self._history.genesis is None:
             return "the run has not begun: change run.toml in all regions"
-        if self._history.finished is not None or self._merges.is_ending:
-            return "the run is over, or about to end"
-        if not ledger.is_settled:
-            return f"only the leader can do it: give the order to {ledger.leader or 'it, when there is one'}"
+        if self._history.finished is not None:
+            return RUN_IS_OVER
+        if self._merges.is_ending:
+            return "the run is about to end"
+        if fault := member_change.leader_fault(self._ledger):
+            return fault
         settings = self._history.settings
         if body == SettingsBody.of(settings):
             return "the run has these settings already"
@@ -176,6 +181,8 @@ class DiskReplacement:
         ledger, disks, body = self._ledger, self._ledger.disks, order.body
         if isinstance(body, SettingsBody):
             return self._settings.order_fault(body)
+        if self._history.finished is not None and not isinstance(body, RevokedBody):
+            return RUN_IS_OVER
         fault, alive = "", liveness.alive(now_ns=now_ns)
         if not disks.has_view:
             is_witness = isinstance(body, MembershipBody) and body.kind == MemberKind.WITNESS
@@ -188,10 +195,8 @@ class DiskReplacement:
             fault = fault if ledger.is_settled else ""
         else:
             fault = self._order_fault(body, is_cut_off=order.is_cut_off)
-        if fault:
+        if fault := fault or member_change.leader_fault(ledger):
             return fault
-        if not ledger.is_settled:
-            return f"only the leader can do it: give the order to {ledger.leader or 'it, when there is one'}"
         if max(disks.last_change_index, self._ordered_index) > ledger.cluster_commit_index:
             return "another change of the regions is not committed yet: try again"
         if isinstance(body, MembershipBody):

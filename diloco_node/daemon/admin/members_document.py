@@ -33,6 +33,7 @@ class MemberSigns:
         shards: by region, how many shards of the data wait until it has heard of the change that took them.
         witness_fault: why the bucket of the witness does not answer; empty: it does.
         catch_up: how far this region is behind, see `CatchUp`; empty: it is not.
+        is_over: the run is finished.
     """
 
     region: str
@@ -44,6 +45,7 @@ class MemberSigns:
     shards: Mapping[str, int] = field(default_factory=dict)
     witness_fault: str = ""
     catch_up: str = ""
+    is_over: bool = False
 
     @property
     def there(self) -> frozenset[str]:
@@ -77,9 +79,7 @@ def members_document(disks: DiskView, signs: MemberSigns) -> dict[str, Any]:
     roster = disks.roster
     return {
         "changes": roster.changes,
-        "tolerance": f"{tolerance(roster, signs.there)}; training goes on in each region"
-        if disks.has_view
-        else "the run has not begun",
+        "tolerance": _tolerance(disks, signs),
         "rows": [
             {
                 "region": name,
@@ -95,6 +95,14 @@ def members_document(disks: DiskView, signs: MemberSigns) -> dict[str, Any]:
             for name, line in roster.memberships.items()
         ],
     }
+
+
+def _tolerance(disks: DiskView, signs: MemberSigns) -> str:
+    if not disks.has_view:
+        return "the run has not begun"
+    if signs.is_over:
+        return "the run is finished: nothing is merged any more"
+    return f"{tolerance(disks.roster, signs.there)}; training goes on in each region"
 
 
 def _state(name: str, line: Membership, signs: MemberSigns, *, has_folder: bool) -> str:

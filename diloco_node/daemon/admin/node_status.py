@@ -90,4 +90,5 @@ class NodeStatus:
             node.core.history.account.shards.waiting(),
             node.witness.fault,
             node.catch_up.text,
+            bool(view.finished),
         )

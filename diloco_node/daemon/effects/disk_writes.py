@@ -33,10 +33,17 @@ class DiskWrites:
 
     note: Callable[[Note], None]
     refusals: dict[str, str] = field(default_factory=dict, init=False)
+    # By the same subjects, `StorageError.disk`.
+    _disks: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
 
     def summary(self) -> str:
-        """Say what the disk does not take at this moment, from the longest wait on; empty: nothing."""
-        texts = [f"{subject}: {why}" for subject, why in self.refusals.items()]
+        """Say what the disk does not take at this moment, from the longest wait on; empty: nothing.
+
+        The first that waits for each disk and reason is before the others.
+        """
+        first = {disk: subject for subject, disk in reversed(self._disks.items())}.values()
+        subjects = sorted(self.refusals, key=lambda subject: subject not in first)
+        texts = [f"{subject}: {self.refusals[subject]}" for subject in subjects]
         more = len(texts) - REFUSALS_SHOWN
         return "; ".join(texts[:REFUSALS_SHOWN]) + (f"; and {more:,} more files" if more > 0 else "")
 
@@ -52,15 +59,18 @@ class DiskWrites:
             except (LedgerLost, LedgerGone):
                 raise
             except StorageError as error:
-                if tries % STORAGE_RETRIES_SILENT == 0:
-                    # One alarm for all that wait behind it.
-                    is_first = next(iter(self.refusals), subject) == subject
+                is_news = self._disks.get(subject) != error.disk
+                self._disks[subject] = error.disk
+                self.refusals[subject] = str(error)
+                if is_news or tries % STORAGE_RETRIES_SILENT == 0:
+                    # One alarm for all that wait behind it: on this disk, for this reason.
+                    is_first = next(name for name, disk in self._disks.items() if disk == error.disk) == subject
                     self.note(Note("disk", f"{subject} not written, trying again: {error}", is_alarm=is_first))
                 tries += 1
-                self.refusals[subject] = str(error)
                 await asyncio.sleep(STORAGE_RETRY_S)
                 continue
             if tries:
                 self.refusals.pop(subject, None)
+                self._disks.pop(subject, None)
                 self.note(Note("disk", f"{subject} written after {tries + 1} tries"))
             return result

@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -42,3 +43,28 @@ async def test_a_full_disk_is_one_alarm_and_one_line_however_much_waits(monkeypa
     assert first[0].is_alarm
     assert not any(note.is_alarm for note in notes if "payload 1 not written" in note.text)
     assert writes.summary() == ""
+
+
+async def test_each_disk_and_each_reason_has_an_alarm_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a payload on a full disk hides that the ledger's disk fails."""
+    monkeypatch.setattr(disk_writes, "STORAGE_RETRY_S", 0.01)
+    notes: list[Note] = []
+    writes = DiskWrites(notes.append)
+    refusals = {f"payload-{number}": [(1, 28)] * 9 for number in range(REFUSALS_SHOWN)}
+    refusals |= {"ledger": [(1, 5)] * 5, "copy": [(1, 28), (2, 28)]}
+    summaries = []
+
+    def write(subject: str) -> None:
+        summaries.append(writes.summary())
+        if refusals[subject]:
+            error = StorageError("the disk refuses")
+            error.disk = refusals[subject].pop(0)
+            raise error
+
+    with ThreadPoolExecutor(1) as executor:
+        await asyncio.gather(*(writes.until_written(name, executor, partial(write, name)) for name in refusals))
+    alarms = [note.text.partition(" ")[0] for note in notes if note.is_alarm]
+    assert alarms == ["payload-0", "ledger", "copy"], "the copy's when another disk refuses it"
+    assert sum("not written" in note.text for note in notes) == REFUSALS_SHOWN + 3
+    assert any(text.startswith("payload-0: the disk refuses; ledger: the disk refuses; ") for text in summaries)
+    assert (writes.summary(), writes._disks) == ("", {})
