@@ -209,18 +209,18 @@ class Diloco(LoopView):
         started_ns = time.perf_counter_ns()
         if self._auto_step is not None and not self._auto_step.is_stepping:
             raise LearnerError('attach(step="auto") counts each step of the optimizer by itself: do not call step()')
-        tokens = whole_tokens(tokens)
-        self.steps += 1
-        if self._fragments is not None:
-            try:
+        try:
+            tokens = whole_tokens(tokens)
+            self.steps += 1
+            if self._fragments is not None:
                 self._attached_step(tokens, loss, grad_norm, started_ns)
-            except LearnerError as error:
-                self._refuse(error)
-                raise
-        else:
-            self.global_step += 1
-            self.tokens += tokens
-            self._stop_if(self._terminate.is_set, "the process was asked to stop")
+            else:
+                self.global_step += 1
+                self.tokens += tokens
+                self._stop_if(self._terminate.is_set, "the process was asked to stop")
+        except LearnerError as error:
+            self._refuse(error)
+            raise
         self.token_check.step(tokens, total=self.tokens, ranks=self._ranks.size, warn=self._warn)
         self._blocked_ns += time.perf_counter_ns() - started_ns
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from diloco_node.core.bounds import REASON_BYTES
-from diloco_node.errors import DilocoError, LearnerError
+from diloco_node.errors import LearnerError
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.process_signals import LearnerPlace, is_alive
 from diloco_node.learner.ranks import Ranks
@@ -52,7 +52,7 @@ def refusals_noted() -> Iterator[None]:
     """Leave word for the supervisor if `attach` refuses this process: its script may catch that, and exit with 0."""
     try:
         yield
-    except DilocoError as error:
+    except Exception as error:
         memory = os.environ.get("DILOCO_SUPERVISOR", "")
         if memory and os.environ.get("DILOCO_SOCKET") and LearnerPlace.is_free():
             mark = PlaceMark(os.getpid(), fault=failure(error).reason)
