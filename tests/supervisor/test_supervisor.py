@@ -248,7 +248,7 @@ def test_a_learner_whose_script_hides_a_refusal_and_trains_on_is_ended_and_start
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang_s: float
 ) -> None:
     monkeypatch.setattr(learner_watch, "REFUSED_S", 0.5)
-    learner = LEAVE + "if note('learner') == 1:\n    mark(fault='LearnerError: no')\n    time.sleep(600)\n"
+    learner = LEAVE + "if note('learner') == 1:\n    mark(fault='LearnerError: no')\n    time.sleep(600)\nmark()"
     regular = dataclasses.replace(spec(tmp_path, NOTE + "wait_until('done')", learner), hang_s=hang_s)
     assert run_supervisor(regular) == 0
     assert len(lives(tmp_path, "learner")) == 2
