@@ -38,8 +38,8 @@ FORGIVEN_S: Final = 3600.0
 ABORT_S: Final = 3.0
 """For the stacks of all threads, which SIGABRT makes Python write, before SIGKILL."""
 
-REFUSED_S: Final = 40.0
-"""For what a script does once it was refused: save its own files, end its other ranks."""
+REFUSED_S: Final = 120.0
+"""For what a script does once it was refused: write its own files, wait for a checkpoint, end its other ranks."""
 
 STUCK_S: Final = 30.0
 """A process that is still there so long after SIGKILL is held by the kernel: its device, or its disk."""
@@ -182,7 +182,7 @@ class LearnerWatch:
         self._refused_s = now_s if self._refused_s is None else self._refused_s
         if now_s - self._refused_s <= REFUSED_S:
             return Action.NOTHING
-        return self._abort(f"trains alone: {HIDES}: {place.fault}", now_s)
+        return self._abort(f"goes on outside of the run: {HIDES}: {place.fault}", now_s)
 
     def _hang(self, reason: str, now_s: float) -> Action:
         self.hangs += 1

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 import diloco_node
 from diloco_node.errors import ConfigError, LearnerError
+from diloco_node.learner.leaving import note_refusal_of_rank
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.waiting import until
@@ -168,6 +170,23 @@ def test_an_attach_after_a_refusal_takes_its_word_back_before_the_daemon_answers
     finally:
         with FakeDaemon(folder):
             waits.join()
+
+
+def test_a_refusal_on_another_rank_is_in_the_mark_of_rank_0(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for it, and its counters stand still: the supervisor would speak of a hang."""
+    area = request_area(folder / "memory.sock", PLACE_AREA, PLACE_BYTES)
+    error = LearnerError("step(tokens=0.5): give a whole number")
+    note_refusal_of_rank(error)
+    assert mark_of(folder) is None, "nobody has begun"
+    mark = PlaceMark(os.getppid(), step=9)
+    area[:] = mark.encode()
+    note_refusal_of_rank(error)
+    assert mark_of(folder) == replace(mark, fault=f"LearnerError: {error}")
+    area[:] = (left := replace(mark, has_left=True)).encode()
+    note_refusal_of_rank(error)
+    assert mark_of(folder) == left
+    monkeypatch.delenv("DILOCO_SUPERVISOR")
+    note_refusal_of_rank(error)  # a rank on a machine without a supervisor
 
 
 def test_a_refusal_is_no_word_about_a_learner_in_another_process(folder: Path) -> None:

@@ -236,7 +236,7 @@ def test_one_whose_script_hides_a_refusal_and_trains_on_is_ended_and_has_crashed
     watch.started(b"0", now_s=0.0)
     ends = refused_looks(watch, place, int(REFUSED_S + ABORT_S) + 2)
     assert ends == [(REFUSED_S + 2, Action.ABORT)]
-    assert watch.reason == "trains alone: its script hides an error: LearnerError: no"
+    assert watch.reason == "goes on outside of the run: its script hides an error: LearnerError: no"
     assert watch.ended(code, lived_s=44.0, now_s=44, place=place)
     assert (watch.state, watch.crashes, watch.hangs) == ("waiting", 1, 0)
     assert watch.reason.endswith(" after 44.0 s: its script hides an error: LearnerError: no")

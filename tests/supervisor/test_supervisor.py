@@ -253,7 +253,7 @@ def test_a_learner_whose_script_hides_a_refusal_and_trains_on_is_ended_and_start
     assert run_supervisor(regular) == 0
     assert len(lives(tmp_path, "learner")) == 2
     log = (tmp_path / "logs" / "supervisor.log").read_text()
-    assert "learner trains alone: its script hides an error: LearnerError: no: it is stopped, and its stacks are" in log
+    assert "learner goes on outside of the run: its script hides an error: LearnerError: no: it is stopped, and" in log
 
 
 def test_no_child_survives_the_supervisor(tmp_path: Path) -> None:
