@@ -335,7 +335,8 @@ def _process_fault(document: Document) -> tuple[AlertKind, str] | None:
     exit_code, restarts = number(process, "exit_code"), number(process, "restarts") or 0.0
     if exit_code or (exit_code == 0 and reason):
         reason = reason or f"exit code {exit_code:.0f}"
-        return kinds.LEARNER_CRASHES, f"the learner's process ended: {reason}; {restarts:.0f} restarts"
+        again = "; it runs again, and has not attached yet" * (state == "running")
+        return kinds.LEARNER_CRASHES, f"the learner's process ended: {reason}; {restarts:.0f} restarts{again}"
     is_perhaps_witness = not process and not number(document, "inner_steps")
     # Before the first parameters it attaches only when all regions are there: those are what is missing.
     is_first_start = state == "running" and not is_founded(document)

@@ -41,7 +41,7 @@ from diloco_node.learner.layouts.module_group import ModuleGroup
 from diloco_node.learner.layouts.names import unwrap
 from diloco_node.learner.layouts.shard_map import agreed, describe
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.leaving import EndWish, end_on_final, failure, is_at_end, refusals_noted
+from diloco_node.learner.leaving import EndWish, end_on_final, failure, is_at_end, note_refusal_of_rank, refusals_noted
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.loop_view import LoopView
 from diloco_node.learner.loss import HeldOutLoss, HeldOutLosses
@@ -209,18 +209,18 @@ class Diloco(LoopView):
         started_ns = time.perf_counter_ns()
         if self._auto_step is not None and not self._auto_step.is_stepping:
             raise LearnerError('attach(step="auto") counts each step of the optimizer by itself: do not call step()')
-        tokens = whole_tokens(tokens)
-        self.steps += 1
-        if self._fragments is not None:
-            try:
+        try:
+            tokens = whole_tokens(tokens)
+            self.steps += 1
+            if self._fragments is not None:
                 self._attached_step(tokens, loss, grad_norm, started_ns)
-            except LearnerError as error:
-                self._refuse(error)
-                raise
-        else:
-            self.global_step += 1
-            self.tokens += tokens
-            self._stop_if(self._terminate.is_set, "the process was asked to stop")
+            else:
+                self.global_step += 1
+                self.tokens += tokens
+                self._stop_if(self._terminate.is_set, "the process was asked to stop")
+        except LearnerError as error:
+            self._refuse(error)
+            raise
         self.token_check.step(tokens, total=self.tokens, ranks=self._ranks.size, warn=self._warn)
         self._blocked_ns += time.perf_counter_ns() - started_ns
 
@@ -231,6 +231,8 @@ class Diloco(LoopView):
             self._stop_if(True, f"this learner has failed, and ends with that: {error}", logging.ERROR)
             if self._session is not None:
                 self._session.fail(failure(error).reason)
+            elif self.is_attached:
+                note_refusal_of_rank(error)
 
     def _attached_step(
         self, tokens: int, loss: Tensor | float | None, grad_norm: Tensor | float | None, started_ns: int

@@ -69,10 +69,6 @@ tenth of a millisecond, and the daemon half of one. Its next heartbeat is as far
 _INCLUDED_STEP: Final = attrgetter("included_step")
 
 
-_departed: Final[set[int]] = set()
-"""Numbers of processes whose part in a run is over: this one's, or of those that it was forked from."""
-
-
 class LearnerSession:
     """Rank 0's conversation with its daemon, for the training thread.
 
@@ -152,9 +148,11 @@ class LearnerSession:
         Raises LearnerError: the daemon refuses this learner, or cuts the model in another way.
         """
         noted_s = time.monotonic()
-        if os.getpid() in _departed:  # by an attach before this one: the supervisor would let it wait for ever
-            _departed.discard(os.getpid())
-            self._place_area = request_area(self._memory, PLACE_AREA, PLACE_BYTES)
+        area = request_area(self._memory, PLACE_AREA, PLACE_BYTES)
+        last = PlaceMark.decode(area[:])
+        if last is not None and last.pid == os.getpid():
+            # An attach before this one has left, or was refused: the supervisor would let it wait for ever, or end it.
+            self._place_area = area
             self._write_place(self.place)
         while True:
             self.hear()
@@ -425,8 +423,6 @@ class LearnerSession:
             self._place_area = request_area(self._memory, PLACE_AREA, PLACE_BYTES)
         has_left = isinstance(last, Done) or (last is None and bool(self.final_versions) and not has_stop)
         self._write_place(replace(self.place, activity="", is_interrupted=is_interrupted, has_left=has_left))
-        if has_left:
-            _departed.add(os.getpid())
         if last is not None:
             self.link.send(last)
         self.link.close(FLUSH_S)

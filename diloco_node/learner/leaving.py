@@ -12,11 +12,13 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from diloco_node.core.bounds import REASON_BYTES
-from diloco_node.errors import DilocoError, LearnerError
+from diloco_node.errors import LearnerError
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.process_signals import LearnerPlace, is_alive
 from diloco_node.learner.ranks import Ranks
@@ -52,18 +54,31 @@ def refusals_noted() -> Iterator[None]:
     """Leave word for the supervisor if `attach` refuses this process: its script may catch that, and exit with 0."""
     try:
         yield
-    except DilocoError as error:
-        memory = os.environ.get("DILOCO_SUPERVISOR", "")
-        if memory and os.environ.get("DILOCO_SOCKET") and LearnerPlace.is_free():
-            mark = PlaceMark(os.getpid(), fault=failure(error).reason)
+    except Exception as error:
+        if os.environ.get("DILOCO_SUPERVISOR") and os.environ.get("DILOCO_SOCKET") and LearnerPlace.is_free():
             log.error("attach() refuses this script: %s", error)
-            with contextlib.suppress(LearnerError), request_area(Path(memory), PLACE_AREA, PLACE_BYTES) as area:
-                last = PlaceMark.decode(area[:])
-                # The learner may be another rank, or the process that has started this one.
-                is_own = last is None or (not last.has_left if last.pid == mark.pid else not is_alive(last.pid))
-                if is_own:
-                    area[:] = mark.encode()
+            _change_mark(partial(_own_mark, failure(error).reason))
         raise
+
+
+def note_refusal_of_rank(error: BaseException) -> None:
+    """Leave word for the supervisor in the mark of rank 0, which waits for this rank, and hears of nothing."""
+    _change_mark(lambda last: None if last is None or last.has_left else replace(last, fault=failure(error).reason))
+
+
+def _own_mark(fault: str, last: PlaceMark | None) -> PlaceMark | None:
+    pid = os.getpid()
+    # The learner may be another rank, or the process that has started this one.
+    is_own = last is None or (not last.has_left if last.pid == pid else not is_alive(last.pid))
+    return PlaceMark(pid, fault=fault) if is_own else None
+
+
+def _change_mark(change: Callable[[PlaceMark | None], PlaceMark | None]) -> None:
+    """Write what the learner's mark is to be, if that is anything, and somebody keeps it."""
+    memory = Path(os.environ.get("DILOCO_SUPERVISOR", ""))
+    with contextlib.suppress(LearnerError), request_area(memory, PLACE_AREA, PLACE_BYTES) as area:
+        if mark := change(PlaceMark.decode(area[:])):
+            area[:] = mark.encode()
 
 
 class EndWish:

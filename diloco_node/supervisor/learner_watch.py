@@ -10,6 +10,9 @@ the other regions.
 A pause that the loop announces (`Diloco.busy`) is no hang before its own limit, and does not count as a usual one. The
 limit begins anew with each step, for a loop may train within it, or never say that it is over. Once the script has had
 its part in the run it may do anything: evaluate for hours, write its files.
+
+A script that was refused, catches that and goes on would train alone, for days perhaps. It has `REFUSED_S` to end by
+itself, then it is ended, and has crashed.
 """
 
 from __future__ import annotations
@@ -35,6 +38,9 @@ FORGIVEN_S: Final = 3600.0
 ABORT_S: Final = 3.0
 """For the stacks of all threads, which SIGABRT makes Python write, before SIGKILL."""
 
+REFUSED_S: Final = 120.0
+"""For what a script does once it was refused: write its own files, wait for a checkpoint, end its other ranks."""
+
 STUCK_S: Final = 30.0
 """A process that is still there so long after SIGKILL is held by the kernel: its device, or its disk."""
 
@@ -47,6 +53,8 @@ CRASHES_WITHIN_S: Final = 600.0
 
 FROM_OUTSIDE: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals that no learner ends by itself with: who kills it wants it restarted, as often as that happens."""
+
+HIDES: Final = "its script hides an error"
 
 
 class Action(StrEnum):
@@ -102,6 +110,8 @@ class LearnerWatch:
         self._crashed_s: deque[float] = deque(maxlen=CRASHES_MAX)
         # When this life was told to write its stacks and end; None: it was not.
         self._aborted_s: float | None = None
+        # Since when this life is known to be refused.
+        self._refused_s: float | None = None
         self._last_action = Action.NOTHING
         # Lives in a row that ended with code 0 and had called attach() no more, as the life before them had.
         self._early_ends = 0
@@ -121,7 +131,7 @@ class LearnerWatch:
         self.state = "running"
         self.restarts, self._has_lived = self.restarts + self._has_lived, True
         self._mark, self._looked_s = mark, now_s
-        self._stepped_s = self._aborted_s = None
+        self._stepped_s = self._aborted_s = self._refused_s = None
         self._last_action = Action.NOTHING
 
     def look(self, mark: bytes | None, *, now_s: float, place: PlaceMark | None = None) -> Action:
@@ -129,12 +139,13 @@ class LearnerWatch:
         asleep_s, self._looked_s = now_s - self._looked_s, now_s
         if self._aborted_s is not None:
             return self._escalate(now_s - self._aborted_s)
-        if place is not None and place.has_left and place != self.old_place:
-            self._mark, self._stepped_s, self._pause = mark, None, None  # it may attach again
-            return Action.NOTHING
+        own = place if place != self.old_place else None
+        if own is not None and (own.has_left or own.fault):
+            return self._look_outside(own, mark, now_s)
+        self._refused_s = None
         if self._doublings and now_s - self._doubled_s > FORGIVEN_S:
             self._doublings, self._doubled_s = self._doublings - 1, now_s
-        pause = place if place is not None and place.activity and place != self.old_place else None
+        pause = own if own is not None and own.activity else None
         if pause is None and self._pause is not None and self._stepped_s is not None:
             self._stepped_s = now_s  # its end is as good as a step
         self._pause = pause
@@ -163,12 +174,23 @@ class LearnerWatch:
             )
         return Action.NOTHING
 
+    def _look_outside(self, place: PlaceMark, mark: bytes | None, now_s: float) -> Action:
+        """Its script is in no run: it has left, or was refused. It may attach again."""
+        if place.has_left:
+            self._mark, self._stepped_s, self._pause = mark, None, None
+            return Action.NOTHING
+        self._refused_s = now_s if self._refused_s is None else self._refused_s
+        if now_s - self._refused_s <= REFUSED_S:
+            return Action.NOTHING
+        return self._abort(f"goes on outside of the run: {HIDES}: {place.fault}", now_s)
+
     def _hang(self, reason: str, now_s: float) -> Action:
-        self.reason = f"hung: {reason}"
         self.hangs += 1
         self._doublings, self._doubled_s = min(self._doublings + 1, DOUBLINGS_MAX), now_s
-        self._aborted_s = now_s
-        self._last_action = Action.ABORT
+        return self._abort(f"hung: {reason}", now_s)
+
+    def _abort(self, reason: str, now_s: float) -> Action:
+        self.reason, self._aborted_s, self._last_action = reason, now_s, Action.ABORT
         return Action.ABORT
 
     def _escalate(self, since_s: float) -> Action:
@@ -195,20 +217,21 @@ class LearnerWatch:
         """A life is over; may the next one begin? code: as in subprocess. memory_kills: so far, see
         `child.memory_kills`. place: where it stood at last."""
         self.exit_code = code
-        has_hung, self._aborted_s = self._aborted_s is not None, None
+        is_ours, self._aborted_s = self._aborted_s is not None, None
+        is_refused = is_ours and self._refused_s is not None
         self.state = "waiting"
-        if has_hung:
+        if is_ours and not is_refused:
             return True  # the next one gets twice the time, so there is no loop of hangs
         if code == 0 and place != self.old_place and place is not None and place.is_interrupted:
             self.reason = "a signal from outside asked it to stop, and the run goes on"
             return True
         has_attached = place != self.old_place
-        fault = place.fault if code == 0 and place is not None and has_attached else ""
+        fault = place.fault if (code == 0 or is_refused) and place is not None and has_attached else ""
         is_early = code == 0 and place is not None and not has_attached
         self._early_ends = self._early_ends + 1 if is_early else 0
         self.reason = f"{_in_words(code)} after {lived_s:.1f} s"
         if fault:
-            last_line = f"its script hides an error: {fault}"
+            last_line = f"{HIDES}: {fault}"
         elif code == 0:  # a handler of the script's, while it still imported?
             last_line = "it ended before attach()" + ", which the life before it had called" * is_early
         if code == 0 and not fault and (not is_early or self._early_ends > 1):  # twice: it has found its own result
@@ -216,7 +239,7 @@ class LearnerWatch:
             return False
         if memory_kills > self._memory_kills:
             self.reason += ": the kernel had no memory left" if code < 0 else ": the kernel killed something for memory"
-        if -code in FROM_OUTSIDE:
+        if -code in FROM_OUTSIDE and not is_refused:
             return True
         self.reason += f": {last_line}" * bool(last_line)
         self.crashes += 1

@@ -204,9 +204,9 @@ class _Supervisor:
         for child in due:
             self._start(child)
         waiting = [child.restart_at_s for child in self._children if child.restart_at_s is not None]
-        if self._spec.hang_s > 0 and self._learner is not None and self._learner.is_running:
+        if self._learner is not None and self._learner.is_running:
             self._look_at(self._learner)
-            waiting.append(now_s + min(COUNTERS_POLL_S, self._spec.hang_s / 4))
+            waiting.append(now_s + min(COUNTERS_POLL_S, self._spec.hang_s / 4 or COUNTERS_POLL_S))
         if self._over_s is not None:
             if not self._may_go_on(now_s - self._over_s):
                 return self._result

@@ -133,6 +133,8 @@ def test_a_crash_with_other_words_is_another_cause() -> None:
     (crash, failure) = find_alerts(document)
     assert (crash.code, failure.code) == ("A-LEARNER-CRASHES", "A-LEARNER-FAILED")
     assert crash.text == "the learner's process ended: exit code 1 after 3.2 s: Segmentation fault; 1 restarts"
+    (again,) = find_alerts(changed(**crashed("Segmentation fault", state="running")))
+    assert again.text == f"{crash.text}; it runs again, and has not attached yet", "the cause may be mended by now"
 
 
 HELLO = Hello(PROTOCOL_VERSION, "run1", "01", "us", "ab", "cd", b"i" * 16, Lane.CONTROL, 3, settings=("H=24",))

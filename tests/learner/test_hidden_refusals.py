@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +16,10 @@ from torch import nn
 
 import diloco_node
 from diloco_node.errors import ConfigError, LearnerError
+from diloco_node.learner.leaving import note_refusal_of_rank
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.waiting import until
 from tests.kit.watched_model import load, make, net, train
 
 
@@ -124,6 +129,64 @@ def test_a_step_that_can_not_be_counted_is_a_refusal_though_a_script_hides_it(fo
         diloco.close()
         assert (mark := mark_of(folder)) is not None
         assert "was not called in training mode" in mark.fault
+
+
+def test_a_step_with_tokens_that_are_no_number_is_a_refusal_though_a_script_hides_it(folder: Path) -> None:
+    """Nobody would hear of its steps, and no merge would have them."""
+    optimizer = make(model := net())
+    with FakeDaemon(folder):
+        diloco = diloco_node.attach(model, optimizer)
+        train(model, optimizer, diloco, 3)
+        for _ in range(2):
+            with pytest.raises(LearnerError, match="give a whole number"):
+                diloco.step(tokens=2.5)  # type: ignore[arg-type]
+        assert diloco.should_stop
+        with contextlib.suppress(LearnerError):
+            diloco.close()
+        assert (mark := mark_of(folder)) is not None
+        assert mark.fault.startswith("LearnerError: step(tokens=2.5): give a whole number")
+
+
+@pytest.mark.parametrize("options", [{"checkpoint_every": 60}, {"buffers": 5}])
+def test_an_attach_that_fails_by_any_exception_is_noted(folder: Path, options: dict[str, Any]) -> None:
+    """A script that catches it trains alone, whether the call was wrong or the device had no memory."""
+    optimizer = make(model := net())
+    with FakeDaemon(folder):
+        with pytest.raises(TypeError) as error:
+            diloco_node.attach(model, optimizer, **options)
+        assert (mark := mark_of(folder)) is not None
+        assert mark.fault == f"{type(error.value).__name__}: {error.value}"
+
+
+def test_an_attach_after_a_refusal_takes_its_word_back_before_the_daemon_answers(folder: Path) -> None:
+    """The other regions may take their time, and the supervisor ends who was refused."""
+    optimizer = make(model := net())
+    with pytest.raises(LearnerError, match="LBFGS"):
+        diloco_node.attach(model, torch.optim.LBFGS(model.parameters()))
+    waits = threading.Thread(target=lambda: diloco_node.attach(model, optimizer).close())
+    waits.start()
+    try:
+        until(lambda: (mark := mark_of(folder)) is not None and not mark.fault)
+    finally:
+        with FakeDaemon(folder):
+            waits.join()
+
+
+def test_a_refusal_on_another_rank_is_in_the_mark_of_rank_0(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for it, and its counters stand still: the supervisor would speak of a hang."""
+    area = request_area(folder / "memory.sock", PLACE_AREA, PLACE_BYTES)
+    error = LearnerError("step(tokens=0.5): give a whole number")
+    note_refusal_of_rank(error)
+    assert mark_of(folder) is None, "nobody has begun"
+    mark = PlaceMark(os.getppid(), step=9)
+    area[:] = mark.encode()
+    note_refusal_of_rank(error)
+    assert mark_of(folder) == replace(mark, fault=f"LearnerError: {error}")
+    area[:] = (left := replace(mark, has_left=True)).encode()
+    note_refusal_of_rank(error)
+    assert mark_of(folder) == left
+    monkeypatch.delenv("DILOCO_SUPERVISOR")
+    note_refusal_of_rank(error)  # a rank on a machine without a supervisor
 
 
 def test_a_refusal_is_no_word_about_a_learner_in_another_process(folder: Path) -> None:

@@ -14,6 +14,7 @@ from diloco_node.supervisor.learner_watch import (
     CRASHES_WITHIN_S,
     FORGIVEN_S,
     HANG_FACTOR,
+    REFUSED_S,
     STUCK_S,
     Action,
     LearnerWatch,
@@ -220,6 +221,34 @@ def test_one_whose_script_hides_a_refusal_has_crashed_whatever_its_exit_code() -
         assert goes_on is (life < 7)
     assert watch.state == "stopped"
     assert "the last time: exit code 0 after 0.5 s: its script hides an error: LearnerError: no" in watch.reason
+
+
+def refused_looks(watch: LearnerWatch, place: PlaceMark, to_s: int, mark: bytes = b"1") -> list[tuple[int, Action]]:
+    """A look each second, from the first one on."""
+    actions = [(at_s, watch.look(mark, now_s=at_s, place=place)) for at_s in range(1, to_s)]
+    return [(at_s, action) for at_s, action in actions if action is not Action.NOTHING]
+
+
+@pytest.mark.parametrize("code", [-signal.SIGABRT, -signal.SIGKILL, 0, 1])
+@pytest.mark.parametrize("hang_s", [HANG_S, 5.0, 0.0])
+def test_one_whose_script_hides_a_refusal_and_trains_on_is_ended_and_has_crashed(hang_s: float, code: int) -> None:
+    watch, place = LearnerWatch(hang_s), PlaceMark(7, fault="LearnerError: no")
+    watch.started(b"0", now_s=0.0)
+    ends = refused_looks(watch, place, int(REFUSED_S + ABORT_S) + 2)
+    assert ends == [(REFUSED_S + 2, Action.ABORT)]
+    assert watch.reason == "goes on outside of the run: its script hides an error: LearnerError: no"
+    assert watch.ended(code, lived_s=44.0, now_s=44, place=place)
+    assert (watch.state, watch.crashes, watch.hangs) == ("waiting", 1, 0)
+    assert watch.reason.endswith(" after 44.0 s: its script hides an error: LearnerError: no")
+    watch.started(b"1", now_s=45.0, place=place)
+    assert refused_looks(watch, place, 300, b"1") == [], "of the life before"
+
+
+def test_one_that_attaches_again_after_a_refusal_is_a_learner_as_any_other() -> None:
+    watch, place = running(), PlaceMark(7, fault="LearnerError: no")
+    assert refused_looks(watch, place, int(REFUSED_S)) == []
+    assert refused_looks(watch, PlaceMark(7, step=1), 50) == []
+    assert refused_looks(watch, place, int(REFUSED_S)) == [], "the time begins anew"
 
 
 def test_one_that_ends_before_it_attaches_though_the_life_before_did_is_believed_the_second_time() -> None:

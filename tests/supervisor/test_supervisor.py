@@ -16,7 +16,7 @@ import pytest
 from diloco_node.errors import StorageError
 from diloco_node.shared_memory import request_area
 from diloco_node.state_names import FINAL_NAME, LEDGER_NAME
-from diloco_node.supervisor import child
+from diloco_node.supervisor import child, learner_watch
 from diloco_node.supervisor.preload import LEARNER_NICENESS, LOWEST_NICENESS, autogroup_niceness, give_way
 from diloco_node.supervisor.process_file import read_process, write_process
 from diloco_node.supervisor.supervisor import DISK_CODE, run_supervisor
@@ -241,6 +241,19 @@ def test_a_learner_whose_script_hides_a_refusal_is_started_again(tmp_path: Path)
     assert "; lost: 9 steps since its checkpoint, 9 that no merge includes: exit code 0 after " in log
     assert ": its script hides an error: LearnerError: weights were loaded: starting again in " in log
     assert log.count(": it is done") == 1
+
+
+@pytest.mark.parametrize("hang_s", [300.0, 0.0])
+def test_a_learner_whose_script_hides_a_refusal_and_trains_on_is_ended_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang_s: float
+) -> None:
+    monkeypatch.setattr(learner_watch, "REFUSED_S", 0.5)
+    learner = LEAVE + "if note('learner') == 1:\n    mark(fault='LearnerError: no')\n    time.sleep(600)\nmark()"
+    regular = dataclasses.replace(spec(tmp_path, NOTE + "wait_until('done')", learner), hang_s=hang_s)
+    assert run_supervisor(regular) == 0
+    assert len(lives(tmp_path, "learner")) == 2
+    log = (tmp_path / "logs" / "supervisor.log").read_text()
+    assert "learner goes on outside of the run: its script hides an error: LearnerError: no: it is stopped, and" in log
 
 
 def test_no_child_survives_the_supervisor(tmp_path: Path) -> None:
