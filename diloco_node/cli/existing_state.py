@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from diloco_node.config.urls import is_url
 from diloco_node.errors import ConfigError
 from diloco_node.escaping import escaped
-from diloco_node.state_names import NODE_NAME
+from diloco_node.state_names import FINAL_NAME, NODE_NAME
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
@@ -55,8 +55,6 @@ def full_place(init: str | None) -> str | None:
 
 
 def _final(folder: Path) -> str:
-    from diloco_node.state_names import FINAL_NAME
-
     path = folder.resolve() / FINAL_NAME
     if path.exists():
         return (

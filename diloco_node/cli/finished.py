@@ -9,6 +9,7 @@ from typing import Any
 
 from diloco_node.errors import ConfigError, PeersUnreachable
 from diloco_node.escaping import escaped, escaped_document
+from diloco_node.state_names import FINAL_NAME
 
 
 def finished_status(folder: Path) -> dict[str, Any] | None:
@@ -44,7 +45,6 @@ def no_daemon(folder: Path, cause: str) -> ConfigError | PeersUnreachable:
 def since_and_model(folder: Path) -> str:
     """Say since when a run is finished here, and where the model is; to be added to the reason."""
     from diloco_node.daemon.run_record import REPORT_NAME
-    from diloco_node.state_names import FINAL_NAME
 
     model = folder.resolve() / FINAL_NAME
     for path in (model, folder / REPORT_NAME):

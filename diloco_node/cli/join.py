@@ -190,32 +190,36 @@ def _until_listed(
             if not is_told and not is_silence_told:
                 is_silence_told = True
                 _say(f"{error}. This tries again for {patience_s:.0f} s")
-            time.sleep(POLL_S)
-            continue
-        run = answer.run
-        if run is None:
-            raise ConfigError(
-                f"--join {address}: that is no training daemon, but `measure` of {peer}: give its daemon's"
-            )
-        members = {member.region: member.address for member in run.members}
-        if identity.region in members:
-            if own_address and members[identity.region] not in ("", own_address):
-                raise ConfigError(
-                    f"--advertise is {own_address}, but {identity.region} was added at {members[identity.region]}: "
-                    "leave it out, or remove the region and add it again"
-                )
-            return peer, answer
-        if not is_told:
-            is_told = True
-            examine(peer, answer)
-            leader = run.leader or "REGION"
-            place = own_address or f"{f'[{own_host}]' if ':' in own_host else own_host}:{USUAL_PORT}"
-            _say(
-                f"{identity.region} is no member of run {identity.run_id} yet: where {leader} leads, and with the "
-                f"authority's key, `diloco-node members add {identity.region} {leader} --address {place} --ca-key "
-                "ca.key`. This waits for it"
-            )
+        else:
+            if _is_listed(identity.region, address, own_address, peer, answer.run):
+                return peer, answer
+            if not is_told and answer.run is not None:
+                is_told = True
+                examine(peer, answer)
+                place = own_address or f"{f'[{own_host}]' if ':' in own_host else own_host}:{USUAL_PORT}"
+                _say(_invitation(identity, answer.run.leader or "REGION", place))
         time.sleep(POLL_S)
+
+
+def _is_listed(region: str, address: str, own_address: str | None, peer: str, run: RunShown | None) -> bool:
+    """Whether the member at an address shows this region among the others. Raises ConfigError: it never will so."""
+    if run is None:
+        raise ConfigError(f"--join {address}: that is no training daemon, but `measure` of {peer}: give its daemon's")
+    members = {member.region: member.address for member in run.members}
+    if own_address and members.get(region, "") not in ("", own_address):
+        raise ConfigError(
+            f"--advertise is {own_address}, but {region} was added at {members[region]}: leave it out, or remove the "
+            "region and add it again"
+        )
+    return region in members
+
+
+def _invitation(identity: Identity, leader: str, place: str) -> str:
+    return (
+        f"{identity.region} is no member of run {identity.run_id} yet: where {leader} leads, and with the "
+        f"authority's key, `diloco-node members add {identity.region} {leader} --address {place} --ca-key "
+        "ca.key`. This waits for it"
+    )
 
 
 def _ask(folder: Path, identity: Identity, address: str) -> tuple[str, str, PeerAnswer]:

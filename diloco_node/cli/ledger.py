@@ -48,11 +48,8 @@ def ledger(
             entries = _read(reader, may_be_changing=last_index >= 0)
             if reader.base.index > max(last_index, first - 1):
                 typer.echo(base_line(reader.base, as_json=as_json))
-            for entry in entries:
-                if entry.index >= first and as_json:
-                    typer.echo(json.dumps(as_document(entry), default=bytes.hex))
-                elif entry.index >= first:  # words may be another region's
-                    typer.echo(escaped(f"#{entry.index} term {entry.term} {kind_of(entry)}: {_body_words(entry)}"))
+            for entry in (entry for entry in entries if entry.index >= first):
+                typer.echo(entry_line(entry, as_json=as_json))
             last_index = max(last_index, reader.base.index + len(reader.entries))
             if not follow:
                 if last_index < first:
@@ -77,6 +74,13 @@ def base_line(base: LedgerBase, *, as_json: bool) -> str:
     if as_json:
         return json.dumps({"index": base.index, "term": base.term, "kind": "base", "hash": base.hash.hex()})
     return f"#{base.index} term {base.term} base: entries up to here are summed up, hash {_short(base.hash)}"
+
+
+def entry_line(entry: Entry, *, as_json: bool) -> str:
+    """Describe an entry. Its words may be another region's."""
+    if as_json:
+        return json.dumps(as_document(entry), default=bytes.hex)
+    return escaped(f"#{entry.index} term {entry.term} {kind_of(entry)}: {_body_words(entry)}")
 
 
 def as_document(entry: Entry) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from diloco_node.config.budget_settings import LimitsSection, WindowSection
 from diloco_node.config.schema import REGIONS_MAX, ModelSection, RegionSection, RoundsSection, RunSection, Tree
 from diloco_node.config.setting_texts import toml_text
 from diloco_node.config.sources import MODEL_KEY, Flag, Key, Sources, folder_or_name, put, read_environment, read_file
+from diloco_node.config.urls import host_and_port
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.shapes import REGION_NAMES, is_region_name
 from diloco_node.core.types import RunSettings
@@ -99,10 +100,10 @@ class NodeConfig(Tree):
         """Host and port to bind. Port 0 (any) for a region that nobody dials."""
         section = self.regions[region]
         if section.listen is not None:
-            return _host_and_port(section.listen)
+            return host_and_port(section.listen)
         if section.address is None:
             return "127.0.0.1", 0
-        host, port = _host_and_port(section.address)
+        host, port = host_and_port(section.address)
         is_loopback = host in {"localhost", "::1"} or host.startswith("127.")
         return (host if is_loopback else "::" if ":" in host else "0.0.0.0"), port
 
@@ -355,8 +356,3 @@ def _refuse(config: NodeConfig, key: str, reason: str) -> None:
     for key_part in path:
         value = value[key_part] if isinstance(value, Mapping) else getattr(value, key_part)
     raise ConfigError(f"{key} is {toml_text(getattr(value, name))} ({config.origin(key)}): {reason}")
-
-
-def _host_and_port(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    return host.strip("[]"), int(port)

@@ -1,4 +1,4 @@
-"""Places that may be a folder or a URL. Every command imports this, so it imports nothing large."""
+"""Places that may be a folder or a URL, and addresses. Every command imports this, so it imports nothing large."""
 
 from __future__ import annotations
 
@@ -14,3 +14,9 @@ _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 def is_url(place: str | Path) -> bool:
     """Whether a place is a URL of any scheme; a `Path` never is."""
     return isinstance(place, str) and _URL.match(place) is not None and not os.path.lexists(place)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Split HOST:PORT or [HOST]:PORT. Raises ValueError: the port is no number."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import InitialStateStored
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.versions import Versions
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.entry_check import Run, ledger_fault
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
@@ -34,21 +34,17 @@ class Genesis:
     def __init__(
         self,
         run: Run,
+        context: RoundContext,
         *,
         ledger: LedgerCore,
         leader: RoundLeader,
-        history: RoundHistory,
         versions: Versions,
         fetches: Fetches,
-        effects: EffectBuffer,
     ) -> None:
         self._run = run
-        self._ledger = ledger
-        self._leader = leader
-        self._history = history
-        self._versions = versions
-        self._fetches = fetches
-        self._effects = effects
+        self._history, self._effects = context.history, context.effects
+        self._ledger, self._leader = ledger, leader
+        self._versions, self._fetches = versions, fetches
         self._proposed_term = 0
         self.listing = b""
 

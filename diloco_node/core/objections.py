@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Final
 
 from diloco_node.core.events import Effect
@@ -17,6 +19,53 @@ from diloco_node.core.types import DiscardedBody, DiskNamedBody, EntryBody, Roun
 WORD_TIMEOUTS: Final = 16
 """Lost steps, and a state that is another one here, wait for the word of a silent region for so many election timeouts:
 it may have died after its report."""
+
+
+class Treatment(Enum):
+    """The treatment of an entry that waits."""
+
+    PASS = auto()
+    TAKE = auto()
+    REFUSE = auto()
+    WAIT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An entry that waits, with what this region knows of it.
+
+    Attributes:
+        fault: why it is not what it says. doubt: why it is not acknowledged now. suspicion: why it may be wrong, which
+            others may know better. Empty: nothing.
+        is_committed: a majority has it. is_outwaited: others had the time to commit it.
+        is_patience_over: this region takes it now, although it doubts it.
+        has_leader: there is a region to be refused.
+    """
+
+    body: EntryBody
+    fault: str
+    doubt: str
+    suspicion: str
+    is_committed: bool
+    is_outwaited: bool
+    is_patience_over: bool
+    has_leader: bool
+
+    @property
+    def reason(self) -> str:
+        """The fault, else the doubt; empty: nothing speaks against it."""
+        return self.fault or self.doubt
+
+
+def treatment(case: Case) -> Treatment:
+    """Judge an entry that waits."""
+    if not case.reason:
+        return Treatment.PASS
+    if case.is_committed or (case.is_patience_over and not case.fault):
+        return Treatment.TAKE
+    if case.has_leader and (case.fault or (case.suspicion and case.is_outwaited)):
+        return Treatment.REFUSE
+    return Treatment.WAIT
 
 
 class Objections:
@@ -52,9 +101,9 @@ class Objections:
             return ""
         if isinstance(body, SnapshotBody):
             return "" if body == self._believed else self.digests.doubt(body)
-        return self._reason_to_wait(body, now_ns) or self.discards.doubt(body, now_ns=now_ns)
+        return self._suspicion(body, now_ns) or self.discards.doubt(body, now_ns=now_ns)
 
-    def _reason_to_wait(self, body: EntryBody, now_ns: int) -> str:
+    def _suspicion(self, body: EntryBody, now_ns: int) -> str:
         """Return why an entry may be wrong, which others may know better."""
         absence_doubt = "" if body == self._believed else self._absence.doubt(body, now_ns=now_ns)
         return self._end.doubt(body, now_ns=now_ns) or absence_doubt
@@ -66,53 +115,60 @@ class Objections:
         is_settled = wait is not None
         missing = ledger.missing_payloads(rounds_max=MISSING_ROUNDS)
         for place, body in enumerate(missing):
-            is_uncertain, name = ledger.is_staged(body), _name(body)
-            is_new = wait is None or wait[0] != name or self._will_know(body, missing[:place])
-            waited_ns = 0 if wait is None or is_new else now_ns - wait[1]
-            # Who hands on another leader's entry does not know what the region reports, and is not to blame. Of an
-            # earlier term of its own the region has the entry itself by now, and reports it no more.
-            is_own = ledger.is_staged(body, leader=ledger.leader)
-            is_late = waited_ns >= WORD_TIMEOUTS * self._patience_ns
-            is_of_term = ledger.is_staged(body, term=ledger.term)
-            is_blamed = is_late and is_of_term
-            fault = self._versions.payload_fault(body) or self.discards.fault(body, is_late=is_blamed, now_ns=now_ns)
-            if isinstance(body, SnapshotBody) and is_uncertain:
-                fault = self._snapshot_fault(body)
-            waits, doubt = self._reason_to_wait(body, now_ns), self.doubt(body, now_ns=now_ns)
-            if not fault and not doubt:
-                continue
-            is_handed_on = is_uncertain and not is_own
-            if (
-                isinstance(body, DiscardedBody)
-                and is_handed_on
-                and not self.discards.is_impossible(body, now_ns=now_ns)
-            ):
-                fault = ""  # refused for ever, what an honest leader took in good faith would end all merging
-            is_silent = not fault and self._is_patience_over(body, waited_ns, is_of_term=is_of_term, now_ns=now_ns)
-            if not is_uncertain or is_silent:
-                if fault or waits or is_silent:
-                    is_alarm = not waits and not isinstance(body, SnapshotBody)
-                    self._effects.note("committed", f"taken all the same: {fault or doubt}", is_alarm=is_alarm)
-                self._versions.believe(body)
-                self.discards.believe(body)
-                if is_end(body):
-                    self._end.believe()
-                self._believed = body if isinstance(body, DiskNamedBody | SnapshotBody) else self._believed
-                effects += ledger.payload_arrived(now_ns=now_ns)
-                is_settled = False
-            elif fault and ledger.leader:
-                self.discards.heed(body)
-                return effects + ledger.refuse(body, fault, now_ns=now_ns)
-            elif waits and waited_ns >= self._patience_ns and ledger.leader:
-                return effects + ledger.refuse(body, doubt, now_ns=now_ns)
-            else:
-                # What follows waits for it.
-                self._wait = (name, now_ns - waited_ns)
-                break
+            is_new = wait is None or wait[0] != _name(body) or self._will_know(body, missing[:place])
+            since_ns = now_ns if wait is None or is_new else wait[1]
+            case = self._case(body, ledger, now_ns - since_ns, now_ns=now_ns)
+            match treatment(case):
+                case Treatment.TAKE:
+                    self._take(case)
+                    effects += ledger.payload_arrived(now_ns=now_ns)
+                    is_settled = False
+                case Treatment.REFUSE:
+                    self.discards.heed(body)
+                    return effects + ledger.refuse(body, case.reason, now_ns=now_ns)
+                case Treatment.WAIT:
+                    # What follows waits for it.
+                    self._wait = (_name(body), since_ns)
+                    break
         if is_settled and self._wait is None:
             # What waited is not doubted any more, and no leader may be there whose message would have it taken.
             effects += ledger.payload_arrived(now_ns=now_ns)
         return effects
+
+    def _case(self, body: EntryBody, ledger: LedgerCore, waited_ns: int, *, now_ns: int) -> Case:
+        """Collect what is known about an entry that waits."""
+        is_staged, is_of_term = ledger.is_staged(body), ledger.is_staged(body, term=ledger.term)
+        # Who hands on another leader's entry does not know what the region reports, and is not to blame. Of an earlier
+        # term of its own the region has the entry itself by now, and reports it no more.
+        is_handed_on = is_staged and not ledger.is_staged(body, leader=ledger.leader)
+        is_blamed = is_of_term and waited_ns >= WORD_TIMEOUTS * self._patience_ns
+        fault = self._versions.payload_fault(body) or self.discards.fault(body, is_late=is_blamed, now_ns=now_ns)
+        if isinstance(body, SnapshotBody) and is_staged:
+            fault = self._snapshot_fault(body)
+        if isinstance(body, DiscardedBody) and is_handed_on and not self.discards.is_impossible(body, now_ns=now_ns):
+            fault = ""  # refused for ever, what an honest leader took in good faith would end all merging
+        return Case(
+            body,
+            fault,
+            doubt=self.doubt(body, now_ns=now_ns),
+            suspicion=self._suspicion(body, now_ns),
+            is_committed=not is_staged,
+            is_outwaited=waited_ns >= self._patience_ns,
+            is_patience_over=self._is_patience_over(body, waited_ns, is_of_term=is_of_term, now_ns=now_ns),
+            has_leader=bool(ledger.leader),
+        )
+
+    def _take(self, case: Case) -> None:
+        """Doubt an entry no more, and say so where a majority that has it may be wrong."""
+        if case.fault or case.suspicion or case.is_patience_over:
+            is_alarm = not case.suspicion and not isinstance(case.body, SnapshotBody)
+            self._effects.note("committed", f"taken all the same: {case.reason}", is_alarm=is_alarm)
+        self._versions.believe(case.body)
+        self.discards.believe(case.body)
+        if is_end(case.body):
+            self._end.believe()
+        if isinstance(case.body, DiskNamedBody | SnapshotBody):
+            self._believed = case.body
 
     def _is_patience_over(self, body: EntryBody, waited_ns: int, *, is_of_term: bool, now_ns: int) -> bool:
         """Whether an entry is taken although it is doubted here. is_of_term: it was made in the present term.

@@ -145,32 +145,13 @@ class RegionCore:
         check.roster_fault = lambda roster: authority(roster.statement(run_id), roster.signature)
         self.leader = RoundLeader(context, progress, self.participant)
         self._genesis = Genesis(
-            run,
-            ledger=self.ledger,
-            leader=self.leader,
-            history=self.history,
-            versions=self.versions,
-            fetches=self._fetches,
-            effects=self._effects,
+            run, context, ledger=self.ledger, leader=self.leader, versions=self.versions, fetches=self._fetches
         )
         self.replacement = DiskReplacement(
             self.ledger, self.history, self.leader, heartbeat_ns=settings.heartbeat_ns, roster_fault=check.roster_fault
         )
-        self.farewell = Farewell(
-            region=region,
-            ledger=self.ledger,
-            history=self.history,
-            effects=self._effects,
-            heartbeat_ns=settings.heartbeat_ns,
-            roster_fault=check.roster_fault,
-        )
-        self._upkeep = Upkeep(
-            settings=settings,
-            ledger=self.ledger,
-            history=self.history,
-            versions=self.versions,
-            effects=self._effects,
-        )
+        self.farewell = Farewell(context, self.ledger, check.roster_fault)
+        self._upkeep = Upkeep(context, self.ledger, self.versions)
         self._objections.digests = self._upkeep.digests
         self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
         # Fragments that are due by the learner's last report: a further one is told to the leader at once.

@@ -15,7 +15,7 @@ from typing import Any, Final
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from diloco_node.core.ledger.summary import RunSummary, decode_summary
+from diloco_node.core.ledger.summary import RunSummary, summary_of
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.recovery.past_versions import PastVersion
 from diloco_node.core.recovery.replay_plan import find_end
@@ -168,7 +168,7 @@ def _ledger(folder: Path, fragments: int) -> tuple[RunSummary | None, tuple[Entr
             reader.read()
         except StorageError:
             continue
-        return decode_summary(reader.base.summary, fragments=fragments) if reader.base.index else None, reader.entries
+        return summary_of(reader.base, fragments=fragments), reader.entries
     return None
 
 

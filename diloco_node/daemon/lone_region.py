@@ -23,7 +23,7 @@ from typing import Final
 
 from diloco_node.core.ledger.entries import seal
 from diloco_node.core.ledger.roster import Roster
-from diloco_node.core.ledger.summary import RunSummary, decode_summary, roster_at
+from diloco_node.core.ledger.summary import RunSummary, roster_at, summary_of
 from diloco_node.core.ledger.witness import QUIET_NS, RECORD_BYTES_MAX, WitnessRecord, decode_record, encode_record
 from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.recovery.replay_plan import find_end
@@ -158,7 +158,7 @@ def _read(folder: Path, region: str, store: RegionStore, ask: Callable[[str], Wi
     fragments = len(manifest.fragments)
     recovery = store.load(fragments)
     base = recovery.base
-    summary = decode_summary(base.summary, fragments=fragments) if base.index else None
+    summary = summary_of(base, fragments=fragments)
     roster = last_roster(recovery)
     versions = [0] * fragments if summary is None else list(summary.versions)
     for entry in recovery.entries:
@@ -257,9 +257,7 @@ def _lacks(recovery: Recovered, summary: RunSummary | None) -> Iterator[str]:
 
 def last_roster(recovery: Recovered) -> Roster:
     """The members at the last entry on a disk."""
-    base = recovery.base
-    summary = decode_summary(base.summary, fragments=len(recovery.states)) if base.index else None
-    return roster_at(summary, recovery.entries)
+    return roster_at(summary_of(recovery.base, fragments=len(recovery.states)), recovery.entries)
 
 
 def removals(recovery: Recovered, region: str, sign: Callable[[Roster], bytes]) -> tuple[Entry, ...]:

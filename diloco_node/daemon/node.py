@@ -150,17 +150,7 @@ class Node:
             spec.region, self.measuring.peers, lambda _: self.measuring.own_links(), self._limit_to
         )
         self.measure = self._measure_command.run
-        self.witness = WitnessLink(
-            region=spec.region,
-            run_id=spec.run_id,
-            settings=spec.settings,
-            store=runtime.store,
-            pacer=self.transport.pacer,
-            spawn=spawn,
-            post=self._post,
-            note=note,
-            now_ns=now_ns,
-        )
+        self.witness = WitnessLink(runtime, self.transport.pacer, self._post)
         self.effects = build_effects(
             region=spec.region,
             settings=spec.settings,

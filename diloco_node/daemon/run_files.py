@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from diloco_node.core.ledger.summary import RunSummary, decode_summary
+from diloco_node.core.ledger.summary import RunSummary, summary_of
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.recovery.replay_plan import find_end, find_genesis
 from diloco_node.core.types import Entry, GenesisBody
@@ -57,7 +57,7 @@ class RunFiles:
         # Before the payloads: those of the rounds that a running daemon adds meanwhile are not looked for.
         base, entries = read_whole_ledger(folder, fragments)
         payloads = store.load(fragments).payloads
-        summary = decode_summary(base.summary, fragments=fragments) if base.index else None
+        summary = summary_of(base, fragments=fragments)
         genesis = find_genesis(summary, entries)
         if genesis is None:
             raise StorageError(f"{folder}: the ledger has no genesis yet, so there is nothing to compute again")

@@ -13,7 +13,7 @@ from typing import Final
 
 from diloco_node.config.urls import is_url
 from diloco_node.core.ledger.roster import Roster
-from diloco_node.core.ledger.summary import decode_summary, roster_at
+from diloco_node.core.ledger.summary import roster_at, summary_of
 from diloco_node.core.recovery.replay_plan import find_end, find_genesis
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import Entry, FinishedBody, GenesisBody, LedgerBase
@@ -71,7 +71,7 @@ class RunRecord:
 
 def run_record(base: LedgerBase, entries: Sequence[Entry], fragments: int) -> RunRecord | None:
     """The record in a ledger; None before genesis. Raises ProtocolViolation: its sum can't be read. fragments: P."""
-    summary = decode_summary(base.summary, fragments=fragments) if base.index else None
+    summary = summary_of(base, fragments=fragments)
     genesis = find_genesis(summary, entries)
     if genesis is None:
         return None

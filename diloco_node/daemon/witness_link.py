@@ -46,15 +46,15 @@ from diloco_node.core.messages import (
     RequestVote,
     StateRequested,
 )
-from diloco_node.core.types import DISK_ID_BYTES, Entry, RoundBody, RunSettings
+from diloco_node.core.types import DISK_ID_BYTES, Entry, RoundBody
 from diloco_node.daemon.effects.fetch import Fetcher
 from diloco_node.daemon.effects.sending import Transport
-from diloco_node.daemon.work import Spawn, T, in_thread
+from diloco_node.daemon.node_runtime import NodeRuntime
+from diloco_node.daemon.work import T, in_thread
 from diloco_node.errors import DilocoError, PeerError, ProtocolViolation, StoreRefused
 from diloco_node.numeric import U8
 from diloco_node.storage.durable import DamagedFile
 from diloco_node.storage.object_store import BucketObjects, bucket_scheme
-from diloco_node.storage.store import RegionStore
 from diloco_node.storage.swapped_object import BEFORE, FOLDER, RECORD, SwappedObject
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.wire.message_tables import BudgetLane
@@ -127,9 +127,7 @@ class WitnessLink:
     """Requests to the bucket of the witness, one turn for each message of the core. All methods run on the event loop.
 
     Args:
-        region: this one. run_id, settings: of the run.
-        store: has the payloads. pacer: has the budget.
-        post: takes events for the core. note: takes news for the operator. now_ns: monotonic.
+        pacer: has the budget. post: takes events for the core.
 
     Attributes:
         fault: why the last request failed; empty: it did not.
@@ -138,23 +136,13 @@ class WitnessLink:
 
     fetcher: Fetcher
 
-    def __init__(
-        self,
-        *,
-        region: str,
-        run_id: str,
-        settings: RunSettings,
-        store: RegionStore,
-        pacer: Pacer,
-        spawn: Spawn,
-        post: Callable[[ev.Event], None],
-        note: Callable[[ev.Note], None],
-        now_ns: Callable[[], int],
-    ) -> None:
+    def __init__(self, runtime: NodeRuntime, pacer: Pacer, post: Callable[[ev.Event], None]) -> None:
         self.fault = ""
-        self._region, self._run_id, self._settings = region, run_id, settings
-        self._store, self._pacer, self._spawn, self._post, self._note = store, pacer, spawn, post, note
-        self._now_ns = now_ns
+        spec = runtime.spec
+        self._region, self._run_id, self._settings = spec.region, spec.run_id, spec.settings
+        self._store, self._now_ns = runtime.store, runtime.now_ns
+        self._spawn, self._note = runtime.spawn, runtime.notes.add
+        self._pacer, self._post = pacer, post
         self._place = _WitnessPlace()
         # Of the lane in the budget one piece waits at a time, and one that was read.
         self._turn_to_send, self._turn_to_read = asyncio.Lock(), asyncio.Lock()

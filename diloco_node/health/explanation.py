@@ -184,20 +184,8 @@ _HELPS: Final = {
 
 
 def _links(documents: Sequence[Document], path: CriticalPath | None) -> Iterator[Finding]:
-    """Compare the pair whose round trips cost a round most with the next one, and name bytes that wait to be sent.
-
-    A round trip to a machine that is starved is one of its processor.
-    """
-    starved_regions = _starved_regions(documents)
-    leader = text(max(documents, key=lambda document: number(document, "term") or 0.0, default={}), "leader")
-    costs: dict[tuple[str, ...], tuple[float, int, float]] = {}
-    for document in documents:
-        for peer in rows(document, "peers"):
-            rtt_s = number(peer, "rtt_seconds")
-            pair = tuple(sorted((text(document, "region"), text(peer, "name"))))
-            if rtt_s is not None and text(peer, "link") == "up" and not starved_regions.intersection(pair):
-                trips = TRIPS if leader in pair else TRIPS_ASIDE
-                costs[pair] = max((trips * rtt_s, trips, rtt_s), costs.get(pair, (0.0, 0, 0.0)))
+    """Compare the pair whose round trips cost a round most with the next one, and name bytes that wait to be sent."""
+    costs = _link_costs(documents)
     dearest_s = max((cost_s for cost_s, *_ in costs.values()), default=0.0)
     if costs and (path is None or dearest_s > COSTS * path.seconds):
         pair, (cost_s, trips, rtt_s) = max(sorted(costs.items()), key=lambda entry: entry[1])
@@ -213,6 +201,24 @@ def _links(documents: Sequence[Document], path: CriticalPath | None) -> Iterator
         yield _cause("link", pair, line, saves_seconds=saves_s, basis=basis)
     for document in documents:
         yield from _backlog(document)
+
+
+def _link_costs(documents: Sequence[Document]) -> dict[tuple[str, ...], tuple[float, int, float]]:
+    """By pair of regions: seconds that its round trips cost a round, how many there are, and seconds of one.
+
+    A round trip to a machine that is starved is one of its processor: such pairs are left out.
+    """
+    starved_regions = _starved_regions(documents)
+    leader = text(max(documents, key=lambda document: number(document, "term") or 0.0, default={}), "leader")
+    costs: dict[tuple[str, ...], tuple[float, int, float]] = {}
+    for document in documents:
+        for peer in rows(document, "peers"):
+            rtt_s = number(peer, "rtt_seconds")
+            pair = tuple(sorted((text(document, "region"), text(peer, "name"))))
+            if rtt_s is not None and text(peer, "link") == "up" and not starved_regions.intersection(pair):
+                trips = TRIPS if leader in pair else TRIPS_ASIDE
+                costs[pair] = max((trips * rtt_s, trips, rtt_s), costs.get(pair, (0.0, 0, 0.0)))
+    return costs
 
 
 def _backlog(document: Document) -> Iterator[Finding]:

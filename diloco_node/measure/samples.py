@@ -6,9 +6,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Final, TypeVar
 
 from diloco_node.numeric import NS_PER_S
+
+N = TypeVar("N", int, float)
 
 JITTER_SHIFT: Final = 4
 """RFC 3550 keeps its estimate times 16."""
@@ -20,7 +22,7 @@ Mark = tuple[int, int]
 """When (monotonic ns), and how many bytes had arrived by then."""
 
 
-def percentile(values: Sequence[int], per_cent: int) -> int:
+def percentile(values: Sequence[N], per_cent: int) -> N:
     """The nearest-rank percentile: the smallest of some values that `per_cent` (1 to 100) of all do not exceed."""
     rank = -(-len(values) * per_cent // 100)
     return sorted(values)[rank - 1]

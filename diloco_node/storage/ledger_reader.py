@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from diloco_node.core.ledger.summary import decode_summary
+from diloco_node.core.ledger.summary import summary_of
 from diloco_node.core.recovery.replay_plan import find_genesis
 from diloco_node.core.types import NO_BASE, Entry, GenesisBody, LedgerBase
 from diloco_node.errors import StorageError
@@ -81,4 +81,4 @@ def read_whole_ledger(folder: Path, fragments: int) -> tuple[LedgerBase, tuple[E
 
 
 def _genesis(base: LedgerBase, entries: Sequence[Entry], fragments: int) -> GenesisBody | None:
-    return find_genesis(decode_summary(base.summary, fragments=fragments) if base.index else None, entries)
+    return find_genesis(summary_of(base, fragments=fragments), entries)

@@ -337,17 +337,12 @@ class _Supervisor:
         if child is self._daemon and code > 0 and (line := child.log.last_line()):
             exit_text += f": {line}"
         if child is self._learner:
-            line, kills = child.log.last_line(), memory_kills()
-            may_restart = self._watch.ended(
-                code, lived_s=lived_s, now_s=time.monotonic(), last_line=line, memory_kills=kills, place=self._place()
-            )
-            write_process(self._spec.state_dir, self._watch.document())
-            is_done = self._watch.state == "done"
+            may_restart = self._learner_ended(child, code, lived_s)
             if not may_restart or not code:
                 exit_text += f": {self._watch.reason or 'it is done'}"
             if not may_restart:
                 self.say(exit_text)
-                if self._forks is not None and is_done:
+                if self._forks is not None and self._watch.state == "done":
                     self._forks.close()
                 return None
         counters = self._memory.contents(COUNTERS_AREA) or b""
@@ -356,6 +351,19 @@ class _Supervisor:
         wait_s = child.schedule_restart(lived_s, ran_well=ran_well)
         self.say(f"{exit_text}: starting again in {wait_s:.1f} s")
         return None
+
+    def _learner_ended(self, learner: Child, code: int, lived_s: float) -> bool:
+        """Note the end of a life of the learner, for the status too. Returns whether the next one may begin."""
+        may_restart = self._watch.ended(
+            code,
+            lived_s=lived_s,
+            now_s=time.monotonic(),
+            last_line=learner.log.last_line(),
+            memory_kills=memory_kills(),
+            place=self._place(),
+        )
+        write_process(self._spec.state_dir, self._watch.document())
+        return may_restart
 
     def _final_code(self, child: Child, code: int, lived_s: float) -> int | None:
         if child is self._daemon:

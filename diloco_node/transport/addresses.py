@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Final, TypeVar
 
+from diloco_node.config.urls import host_and_port
 from diloco_node.errors import LinkLost
 
 ATTEMPT_S: Final = 0.25
@@ -43,9 +44,9 @@ class Endpoint:
 
 async def resolve(address: str) -> list[Endpoint]:
     """The endpoints behind `host:port` in the order to try them, one or more. Raises LinkLost: it can't be resolved."""
-    host, _, port = address.rpartition(":")
     try:
-        rows = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        host, port = host_and_port(address)
+        rows = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:
         raise LinkLost(f"the name can't be resolved ({error})") from None
     endpoints = list(dict.fromkeys(Endpoint(str(where[0]), int(where[1])) for *_, where in rows))

@@ -17,6 +17,7 @@ from typing import Final
 
 from cryptography import x509
 
+from diloco_node.config.urls import host_and_port
 from diloco_node.errors import IdentityError, LinkLost, PeerCertificateRefused
 from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.certificates import NODE_CERT, NODE_KEY, Identity, names_of
@@ -76,10 +77,9 @@ def region_at(folder: Path, identity: Identity, address: str, *, timeout_s: floa
     context.load_verify_locations(cadata=identity.ca_pem.decode())
     context.load_cert_chain(folder / NODE_CERT, folder / NODE_KEY)
     context.set_alpn_protocols(["h2"])
-    host, _, port = address.rpartition(":")
     try:
         with (
-            socket.create_connection((host.strip("[]"), int(port)), timeout_s) as sock,
+            socket.create_connection(host_and_port(address), timeout_s) as sock,
             context.wrap_socket(sock) as tls,
         ):
             encoding, own_host = tls.getpeercert(binary_form=True), str(tls.getsockname()[0])

@@ -395,47 +395,54 @@ class GrpcTransport:
 
     async def _greet(self, lane: Lane, peer_caller: Caller, stream: AcceptedStream) -> tuple[PeerLink, Hello]:
         """Find the link of the caller, and check that we belong together. Raises PeerError."""
-        link = self.links.get(peer_caller.region)
-        is_of_run = peer_caller.tls_name == tls_name(peer_caller.region, self._env.hello.run_id)
-        stranger = PeerIncompatible(
-            f"{peer_caller.region!a} ({peer_caller.tls_name!a}) is not a region of run {self._env.hello.run_id}"
-        )
-        if not is_of_run or (link is None and self._show_run is None):
-            raise stranger
-        stream.certificate = self.credentials.take(peer_caller.region, peer_caller.certificate)
-        if why := self.quarantine_reason(peer_caller.region):
-            raise LinkLost(f"{peer_caller.region} is {why} by {self._env.hello.region}; its operator can lift that")
-        if self._handshakes >= (STRANGERS_MAX if link is None else HANDSHAKES_MAX):
-            raise LinkLost(f"{self._handshakes} calls wait for a hello already")
+        region, link = peer_caller.region, self._link_of(peer_caller, stream)
         self._handshakes += 1
         try:
             async with asyncio.timeout(self._times.hello_s):
-                hello = decode_hello(await stream.read())
-                connection = hello.connection if lane is Lane.BULK else 0
-                ours = replace(self._env.hello, lane=lane, dial=hello.dial, connection=connection)
-                if hello.role is LinkRole.JOINING and self._show_run is not None:
-                    await _answer_joiner(ours, stream, self._show_run)
-                    raise LinkLost(f"{peer_caller.region} was shown the run")
-                if link is None:
-                    raise PeerIncompatible(
-                        f"{peer_caller.region} is no member that {self._env.hello.region} knows of yet"
-                    )
-                try:
-                    check_hello(ours, hello, certificate_region=peer_caller.region)
-                except PeerIncompatible as error:
-                    await stream.send_metadata(clock_metadata())
-                    await stream.write(encode_hello(ours))  # so that the other side can say what differs, too
-                    if hello.role is not ours.role:
-                        # A person asks (`doctor`, `measure`): nothing is wrong with the peer.
-                        raise LinkLost(str(error)) from None
-                    link.turned_away(error)
-                    raise
+                hello = await self._hear(region, link, lane, stream)
         except TimeoutError:
-            raise LinkLost(f"{peer_caller.region}: no hello within {self._times.hello_s:.0f} s") from None
+            raise LinkLost(f"{region}: no hello within {self._times.hello_s:.0f} s") from None
         finally:
             self._handshakes -= 1
-        self.meter.assign(peer_caller.region, peer_caller.address, is_lasting=False, is_bulk=lane is Lane.BULK)
+        if link is None:
+            raise PeerIncompatible(f"{region} is no member that {self._env.hello.region} knows of yet")
+        self.meter.assign(region, peer_caller.address, is_lasting=False, is_bulk=lane is Lane.BULK)
         return link, hello
+
+    def _link_of(self, peer_caller: Caller, stream: AcceptedStream) -> PeerLink | None:
+        """The link of a caller by its certificate; None: it may want to join. Raises PeerError: it is not let in."""
+        region, run_id = peer_caller.region, self._env.hello.run_id
+        link = self.links.get(region)
+        if peer_caller.tls_name != tls_name(region, run_id) or (link is None and self._show_run is None):
+            raise PeerIncompatible(f"{region!a} ({peer_caller.tls_name!a}) is not a region of run {run_id}")
+        stream.certificate = self.credentials.take(region, peer_caller.certificate)
+        if why := self.quarantine_reason(region):
+            raise LinkLost(f"{region} is {why} by {self._env.hello.region}; its operator can lift that")
+        if self._handshakes >= (STRANGERS_MAX if link is None else HANDSHAKES_MAX):
+            raise LinkLost(f"{self._handshakes} calls wait for a hello already")
+        return link
+
+    async def _hear(self, region: str, link: PeerLink | None, lane: Lane, stream: AcceptedStream) -> Hello:
+        """Take the hello of a caller, and show it the run if it asks for that. Raises PeerError: we don't match."""
+        hello = decode_hello(await stream.read())
+        connection = hello.connection if lane is Lane.BULK else 0
+        ours = replace(self._env.hello, lane=lane, dial=hello.dial, connection=connection)
+        if hello.role is LinkRole.JOINING and self._show_run is not None:
+            await _answer_joiner(ours, stream, self._show_run)
+            raise LinkLost(f"{region} was shown the run")
+        if link is None:
+            return hello
+        try:
+            check_hello(ours, hello, certificate_region=region)
+        except PeerIncompatible as error:
+            await stream.send_metadata(clock_metadata())
+            await stream.write(encode_hello(ours))  # so that the other side can say what differs, too
+            if hello.role is not ours.role:
+                # A person asks (`doctor`, `measure`): nothing is wrong with the peer.
+                raise LinkLost(str(error)) from None
+            link.turned_away(error)
+            raise
+        return hello
 
 
 async def _answer_joiner(ours: Hello, stream: AcceptedStream, show_run: Callable[[], RunShown]) -> None:

@@ -15,7 +15,7 @@ from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import Recovered
 from tests.kit.ledger_kit import disk_of
-from tests.kit.rounds_kit import DIGESTS, GENESIS, MANIFEST, REGIONS
+from tests.kit.rounds_kit import DIGESTS, GENESIS, MANIFEST, REGIONS, context_of
 
 RUN = ("run", "settings", MANIFEST.digest, REGIONS)
 STORED = InitialStateStored(MANIFEST.digest, DIGESTS)
@@ -40,12 +40,11 @@ class Place:
         self.leader = SimpleNamespace(is_acting=True, proposals=deque())
         self.genesis = Genesis(
             RUN,
+            context_of(self.history, settings=self.history.settings, effects=self.effects),
             ledger=cast(Any, self.ledger),
             leader=cast(Any, self.leader),
-            history=self.history,
             versions=self.versions,
             fetches=self.fetches,
-            effects=self.effects,
         )
 
     def alarms(self) -> list[bool]:

@@ -160,17 +160,14 @@ class Site:
         self.tasks: set[str] = set()
         self.lasting = {"witness watch"}
         self.pacer = Pacer((), meter=cast(Any, SimpleNamespace(sample=lambda: None)), send=lambda *_: None)
-        self.link = WitnessLink(
-            region=region,
-            run_id="run",
-            settings=RunSettings(),
-            store=cast(Any, FakeStore()),
-            pacer=self.pacer,
+        runtime = SimpleNamespace(
+            spec=SimpleNamespace(region=region, run_id="run", settings=RunSettings()),
+            store=FakeStore(),
+            notes=SimpleNamespace(add=self.notes.append),
             spawn=self._spawn,
-            post=self._take,
-            note=self.notes.append,
             now_ns=lambda: self.now_ns,
         )
+        self.link = WitnessLink(cast(Any, runtime), self.pacer, self._take)
         self.link.fetcher = cast(Any, self.fetcher)
         self.follow(url)
 

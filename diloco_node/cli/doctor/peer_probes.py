@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from diloco_node.config.urls import host_and_port
 from diloco_node.errors import PeerError
 from diloco_node.transport.asking import PeerAnswer, ask_peer
 from diloco_node.transport.certificates import Identity
@@ -62,9 +63,8 @@ async def look_at_peers(identity: Identity, addresses: Mapping[str, str]) -> dic
 
 def probe_mtu(address: str) -> PathMtu | None:
     """Send full packets that nobody may split; None: nothing takes a connection there."""
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), TIMEOUT_S) as sock:
+        with socket.create_connection(host_and_port(address), TIMEOUT_S) as sock:
             is_six = sock.family is socket.AF_INET6
             level = socket.IPPROTO_IPV6 if is_six else socket.IPPROTO_IP
             sock.setsockopt(level, _IPV6_MTU_DISCOVER if is_six else _IP_MTU_DISCOVER, _IP_PMTUDISC_DO)

@@ -11,6 +11,7 @@ from diloco_node.cli.doctor import topics
 from diloco_node.health.alerts import CERTIFICATE_DAYS
 from diloco_node.health.finding import Finding, Mark
 from diloco_node.health.reading import human_bytes
+from diloco_node.measure.samples import percentile
 
 BUFFER_BYTES_MIN: Final = 16 * 2**20
 """A connection carries at most its buffer in a round trip: 16 MiB are 1.3 Gbit/s over 100 ms."""
@@ -75,7 +76,7 @@ def fsync_time(seconds: Sequence[float], heartbeat_s: float) -> Finding:
     """Judge the times of small durable writes."""
     if not seconds:
         return topics.FSYNC.unknown("not measured: nothing can be written there")
-    p99_s = sorted(seconds)[max(0, -(-99 * len(seconds) // 100) - 1)]
+    p99_s = percentile(seconds, 99)
     text = f"fsync p99 {1e3 * p99_s:.1f} ms of {len(seconds)}"
     if p99_s > FSYNC_WARNING_PART * heartbeat_s:
         hint = "put run.state_dir on a local SSD; or raise rounds.heartbeat and rounds.election_timeout everywhere"

@@ -195,6 +195,11 @@ def decode_summary(data: bytes, *, fragments: int) -> RunSummary:
     return summary
 
 
+def summary_of(base: LedgerBase, *, fragments: int) -> RunSummary | None:
+    """The summary of a base; None: its ledger begins with the first entry. Raises as `decode_summary`."""
+    return decode_summary(base.summary, fragments=fragments) if base.index else None
+
+
 def base_digest(base: LedgerBase) -> bytes:
     """Return the digest by which the ledger names a base: SHA-256 over its place and its summary."""
     place = msgpack.packb([base.index, base.term, base.hash], use_bin_type=True)

@@ -19,7 +19,7 @@ Source: "witness" in Liskov et al., "Replication in the Harp File System" (1991)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -251,13 +251,17 @@ def _append(
             record = replace(record, entries=(*record.entries[:count], entry))
             index = entry.index
     commit_index = max(record.commit_index, min(request.commit_index, index))
+    record = _tail_after(record, min(commit_index, base.index + _excess(sizes, tail_max)))
+    reply = AppendEntriesReply(record.term, request.sequence, True, index, record.hash_at(index), record.disk)
+    return WitnessAnswer(replace(record, commit_index=commit_index), reply, tuple(lacking))
+
+
+def _excess(sizes: Sequence[int], tail_max: int) -> int:
+    """Count the oldest entries that are beyond the limits of a tail. sizes: encoded bytes of each, oldest first."""
     tail_bytes, excess = sum(sizes), 0
     while tail_bytes > TAIL_BYTES_MAX:
         tail_bytes, excess = tail_bytes - sizes[excess], excess + 1
-    excess = max(excess, len(sizes) - tail_max)
-    record = _tail_after(record, min(commit_index, base.index + excess))
-    reply = AppendEntriesReply(record.term, request.sequence, True, index, record.hash_at(index), record.disk)
-    return WitnessAnswer(replace(record, commit_index=commit_index), reply, tuple(lacking))
+    return max(excess, len(sizes) - tail_max)
 
 
 def _begin(record: WitnessRecord, peer: str, message: BaseSent) -> WitnessAnswer:

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import StopLearner
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.roster import Roster, lines_fault
 from diloco_node.core.messages import RosterShown
-from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.context import RoundContext
 
 QUIET_HEARTBEATS: Final = 5
 """A removed region that reads on may find that it was added again: it leaves when nothing more comes for so long."""
@@ -30,20 +29,12 @@ class Farewell:
             the ledger here knows of no change.
     """
 
-    def __init__(
-        self,
-        *,
-        region: str,
-        ledger: LedgerCore,
-        history: RoundHistory,
-        effects: EffectBuffer,
-        heartbeat_ns: int,
-        roster_fault: Callable[[Roster], str],
-    ) -> None:
+    def __init__(self, context: RoundContext, ledger: LedgerCore, roster_fault: Callable[[Roster], str]) -> None:
         self.reason = ""
         self.joined = 0
-        self._region, self._ledger, self._history, self._effects = region, ledger, history, effects
-        self._quiet_ns = QUIET_HEARTBEATS * heartbeat_ns
+        self._region, self._ledger = context.region, ledger
+        self._history, self._effects = context.history, context.effects
+        self._quiet_ns = QUIET_HEARTBEATS * context.settings.heartbeat_ns
         self._roster_fault = roster_fault
         # Changes in the roster that was last shown to all.
         self._shown_changes = 0

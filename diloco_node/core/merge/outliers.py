@@ -22,6 +22,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum, sqrt
+from statistics import median_low
 from typing import Final
 
 from diloco_node.core.bounds import FLOAT32_MAX
@@ -116,8 +117,8 @@ class RecentRounds:
         if not before:
             return now
         usual = Norms(
-            _median([norms.total for norms in before]),
-            tuple(_median(column) for column in zip(*(norms.pieces for norms in before), strict=True)),
+            median_low([norms.total for norms in before]),
+            tuple(median_low(column) for column in zip(*(norms.pieces for norms in before), strict=True)),
         )
         if len(contributions) < MEMBERS_MIN and self.is_full:
             return usual
@@ -164,7 +165,7 @@ def _length_clips(contributions: Sequence[Contribution], sizes: Sequence[int], r
     if min(norms.total for norms in usual) == 0.0:
         return _whole(contributions)
     size = sum(sizes)
-    steps = _median([float(contribution.steps) for contribution in contributions])
+    steps = median_low([float(contribution.steps) for contribution in contributions])
     rows = []
     for contribution, norms in zip(contributions, usual, strict=True):
         pieces = [max(norm, norms.total * sqrt(size_ / size)) for norm, size_ in zip(norms.pieces, sizes, strict=True)]
@@ -184,7 +185,7 @@ def _usual(contributions: Sequence[Contribution], recent: RecentRounds) -> list[
     usual = recent.usual(contributions)
     if len(contributions) < MEMBERS_MIN:
         return [usual] * len(contributions)
-    now, steps = _median_norms(contributions), _median([float(contribution.steps) for contribution in contributions])
+    now, steps = _median_norms(contributions), median_low([float(contribution.steps) for contribution in contributions])
     is_long = [contribution.steps > FASTER_MAX * steps or now.total == 0.0 for contribution in contributions]
     return [usual if long else now for long in is_long]
 
@@ -231,13 +232,9 @@ def _whole(contributions: Sequence[Contribution]) -> Clips:
 
 
 def _median_norms(contributions: Sequence[Contribution]) -> Norms:
+    # The lower one of two: half of the members may be outliers.
     columns = zip(*(contribution.squared_norms for contribution in contributions), strict=True)
     return Norms(
-        sqrt(_median([fsum(contribution.squared_norms) for contribution in contributions])),
-        tuple(sqrt(_median(column)) for column in columns),
+        sqrt(median_low([fsum(contribution.squared_norms) for contribution in contributions])),
+        tuple(sqrt(median_low(column)) for column in columns),
     )
-
-
-def _median(values: Sequence[float]) -> float:
-    """Return the median, for an even number the lower of the middle two: half of the members may be outliers then."""
-    return sorted(values)[(len(values) - 1) // 2]

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.summary import base_digest, encode_summary
 from diloco_node.core.recovery.versions import Versions
-from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.types import Entry, LedgerBase, SummaryBody
 
 SUMS_KEPT: Final = 4
@@ -22,26 +21,13 @@ SUMS_KEPT: Final = 4
 
 
 class Compaction:
-    """Decides when the ledger is summed up, and when entries may go.
+    """Decides when the ledger is summed up, and when entries may go."""
 
-    Args:
-        summary_entries: between two sums.
-    """
-
-    def __init__(
-        self,
-        *,
-        summary_entries: int,
-        ledger: LedgerCore,
-        history: RoundHistory,
-        versions: Versions,
-        effects: EffectBuffer,
-    ) -> None:
-        self._summary_entries = summary_entries
-        self._ledger = ledger
-        self._history = history
-        self._versions = versions
-        self._effects = effects
+    def __init__(self, context: RoundContext, ledger: LedgerCore, versions: Versions) -> None:
+        # Between two sums.
+        self._summary_entries = context.settings.summary_entries
+        self._history, self._effects = context.history, context.effects
+        self._ledger, self._versions = ledger, versions
         self._sums: OrderedDict[int, tuple[LedgerBase, tuple[int, ...]]] = OrderedDict()
         self._agreed: set[int] = set()
         self._proposed = (0, 0)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 from diloco_node.core.bounds import INCARNATION_MAX
 from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.summary import RunSummary, summed_roster
 from diloco_node.core.recovery.replay_plan import FragmentReplay, digests_of, rounds_of
-from diloco_node.core.rounds.progress import lower_median
 from diloco_node.core.types import Entry, GenesisBody, RoundBody
 
 
@@ -62,7 +62,7 @@ def past_versions(
                 number = min(versions)
                 steps = [account.steps_before(name, INCARNATION_MAX + 1) for name in roster.names]
                 # The run never goes back, also where a learner joins late.
-                step = max(lower_median([count for count in steps if count]), past[-1].step if past else 0)
+                step = max(median_low([count for count in steps if count] or [0]), past[-1].step if past else 0)
                 past.append(PastVersion(number, tuple(versions), step, account.merged_tokens(fragments)))
     return tuple(past)
 

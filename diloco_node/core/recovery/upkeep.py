@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Final
 
-from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import CheckpointWritten, DigestComputed
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.summary import decode_summary
 from diloco_node.core.recovery.compaction import Compaction
 from diloco_node.core.recovery.digest_watch import DigestWatch
 from diloco_node.core.recovery.versions import Versions
-from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.types import (
     Entry,
     EntryBody,
     GenesisBody,
     RoundBody,
-    RunSettings,
     SnapshotBody,
     SummaryBody,
 )
@@ -30,33 +28,14 @@ LEARNT_PER_CALL: Final = 64
 class Upkeep:
     """Snapshots, sums and comparisons of states during a run. digests: of this region and the others."""
 
-    def __init__(
-        self,
-        *,
-        settings: RunSettings,
-        ledger: LedgerCore,
-        history: RoundHistory,
-        versions: Versions,
-        effects: EffectBuffer,
-    ) -> None:
+    def __init__(self, context: RoundContext, ledger: LedgerCore, versions: Versions) -> None:
+        history, effects = context.history, context.effects
         self._fragments = len(history.versions)
-        self._ledger = ledger
-        self._history = history
-        self._versions = versions
-        self._effects = effects
-        self.digests = DigestWatch(
-            self._fragments,
-            effects,
-            history=history,
-            snapshot_versions=settings.checkpoint_versions,
-        )
-        self.compaction = Compaction(
-            summary_entries=settings.summary_entries,
-            ledger=ledger,
-            history=history,
-            versions=versions,
-            effects=effects,
-        )
+        self._history, self._effects = history, effects
+        self._ledger, self._versions = ledger, versions
+        snapshot_versions = context.settings.checkpoint_versions
+        self.digests = DigestWatch(self._fragments, effects, history=history, snapshot_versions=snapshot_versions)
+        self.compaction = Compaction(context, ledger, versions)
         self._learnt_index = ledger.base.index
         self._must_compare = False
         self._proposed: dict[int, tuple[int, int]] = {}

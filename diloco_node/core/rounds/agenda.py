@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Final
 
 from diloco_node.core.rounds.ballot import first_duration_ns
@@ -16,7 +17,7 @@ from diloco_node.core.rounds.eligibility import Eligibility, Reachability
 from diloco_node.core.rounds.extension import extension
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opener, Opening
-from diloco_node.core.rounds.progress import RunProgress, lower_median
+from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.types import ExtendedBody, FinishedBody, RunSettings
 
 WAIT_NOTE_NS: Final = 2_000_000_000
@@ -77,12 +78,12 @@ def end_reason(
     """
     if reason_ordered:
         return reason_ordered
-    median = lower_median(list(steps))
+    median = median_low(list(steps) or [0])
     if 0 < settings.steps_max <= median:
         return f"the median learner made {settings.steps_max} of {settings.steps_max} steps"
     if 0 < settings.tokens_max <= tokens:
         shares = list(booked_tokens)
-        if SHARE_MIN_PART * len(shares) * lower_median(shares) >= settings.tokens_max and shares:
+        if shares and SHARE_MIN_PART * len(shares) * median_low(shares) >= settings.tokens_max:
             return f"{tokens} of {settings.tokens_max} tokens are merged"
     return ""
 

@@ -115,30 +115,29 @@ class _Facts:
 
     def after(self, entry: Entry) -> _Facts:
         """Return the facts after one more entry."""
-        body, roster = entry.body, self.roster.after(entry)
-        if isinstance(body, GenesisBody):
-            zeros = (0,) * len(body.fragment_digests)
-            recent = (RecentRounds(),) * len(zeros)
-            settings = _settings_after(self.settings, body.settings)
-            return replace(self, roster=roster, settings=settings, versions=zeros, snapshots=zeros, recent=recent)
-        if isinstance(body, RoundBody):
-            return replace(
-                self,
-                versions=_with(self.versions, body.fragment, body.version),
-                recent=_with(self.recent, body.fragment, recent_after(self.recent, body)),
-            )
-        if isinstance(body, SnapshotBody):
-            return replace(self, snapshots=_with(self.snapshots, body.fragment, body.version))
-        if roster is not self.roster:
-            return replace(self, roster=roster)
-        if isinstance(body, SummaryBody):
-            return replace(self, summary=body.index)
-        end = body if isinstance(body, FinishedBody) else None
-        revocations = {body.certificate} if isinstance(body, RevokedBody) else frozenset()
-        is_end = isinstance(body, FinishedBody | ExtendedBody)
-        settings = body.within(self.settings) if isinstance(body, SettingsBody) else self.settings
-        end = end if is_end else self.end
-        return replace(self, settings=settings, end=end, revocations=self.revocations | revocations)
+        facts = replace(self, roster=self.roster.after(entry))
+        match entry.body:
+            case GenesisBody() as body:
+                zeros = (0,) * len(body.fragment_digests)
+                recent = (RecentRounds(),) * len(zeros)
+                settings = _settings_after(self.settings, body.settings)
+                facts = replace(facts, settings=settings, versions=zeros, snapshots=zeros, recent=recent)
+            case RoundBody() as body:
+                recent = _with(self.recent, body.fragment, recent_after(self.recent, body))
+                facts = replace(facts, versions=_with(self.versions, body.fragment, body.version), recent=recent)
+            case SnapshotBody() as body:
+                facts = replace(facts, snapshots=_with(self.snapshots, body.fragment, body.version))
+            case SummaryBody() as body:
+                facts = replace(facts, summary=body.index)
+            case FinishedBody() as body:
+                facts = replace(facts, end=body)
+            case ExtendedBody():
+                facts = replace(facts, end=None)
+            case RevokedBody() as body:
+                facts = replace(facts, revocations=self.revocations | {body.certificate})
+            case SettingsBody() as body:
+                facts = replace(facts, settings=body.within(self.settings))
+        return facts
 
 
 def _settings_after(settings: RunSettings, bodies: tuple[SettingsBody, ...]) -> RunSettings:

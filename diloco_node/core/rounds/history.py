@@ -117,29 +117,29 @@ class RoundHistory:
         self.account.take(entry)
         self.account.settle(entry.index)
         self._follow(self.roster.after(entry))
-        body = entry.body
-        if isinstance(body, GenesisBody):
-            self.genesis = body
-            self._set(body.settings)
-            self.snapshots.begin(body)
-            self.versions = [0] * len(self.versions)
-            self.version_entries = [entry.index] * len(self.versions)
-            self.committed_at_ns = [now_ns] * len(self.versions)
-        elif isinstance(body, RoundBody):
-            self._take_round(body)
-            self.version_entries[body.fragment] = entry.index
-            self.committed_at_ns[body.fragment] = now_ns
-        elif isinstance(body, FinishedBody):
-            self.finished = body
-        elif isinstance(body, ExtendedBody):
-            self.finished = None
-            self._last_rounds = [-1] * len(self.versions)
-        elif isinstance(body, SnapshotBody):
-            self.snapshots.add(body)
-        elif isinstance(body, RevokedBody):
-            self.revocations |= {body.certificate}
-        elif isinstance(body, SettingsBody):
-            self._set((body,))
+        match entry.body:
+            case GenesisBody() as body:
+                self.genesis = body
+                self._set(body.settings)
+                self.snapshots.begin(body)
+                self.versions = [0] * len(self.versions)
+                self.version_entries = [entry.index] * len(self.versions)
+                self.committed_at_ns = [now_ns] * len(self.versions)
+            case RoundBody() as body:
+                self._take_round(body)
+                self.version_entries[body.fragment] = entry.index
+                self.committed_at_ns[body.fragment] = now_ns
+            case FinishedBody() as body:
+                self.finished = body
+            case ExtendedBody():
+                self.finished = None
+                self._last_rounds = [-1] * len(self.versions)
+            case SnapshotBody() as body:
+                self.snapshots.add(body)
+            case RevokedBody() as body:
+                self.revocations |= {body.certificate}
+            case SettingsBody() as body:
+                self._set((body,))
 
     def _set(self, bodies: tuple[SettingsBody, ...]) -> None:
         """Take the settings that the ledger holds from here on; none: it holds none."""

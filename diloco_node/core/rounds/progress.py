@@ -8,6 +8,7 @@ are, and might end it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Final
 
 from diloco_node.core.bounds import INCARNATION_MAX
@@ -78,7 +79,8 @@ class RunProgress:
 
     def position(self, *, now_ns: int) -> RunPosition:
         """Return where the run is now, as far as this region knows."""
-        steps, settings = lower_median(self.learner_steps(now_ns=now_ns)), self._history.settings
+        # Of two learners the slower one: one of two may be wrong.
+        steps, settings = median_low(self.learner_steps(now_ns=now_ns) or [0]), self._history.settings
         fractions = []
         if settings.steps_max > 0:
             fractions.append(steps / settings.steps_max)
@@ -95,9 +97,3 @@ class RunProgress:
         if status is None:
             return in_ledger
         return max(in_ledger, status.step + self._history.account.steps_before(name, status.incarnation))
-
-
-def lower_median(values: list[int]) -> int:
-    """Return the median, for an even number the lower of the middle two: one of two may be wrong. 0 for none."""
-    in_order = sorted(values)
-    return in_order[(len(in_order) - 1) // 2] if in_order else 0

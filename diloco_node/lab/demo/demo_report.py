@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_node.core.ledger.entries import verify_chain
-from diloco_node.core.ledger.summary import RunSummary, decode_summary
+from diloco_node.core.ledger.summary import RunSummary, summary_of
 from diloco_node.core.types import DiskNamedBody, Entry, FragmentPosition, LearnerStatus, LedgerBase, RoundBody
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.daemon.run_record import REPORT_NAME
@@ -67,10 +67,6 @@ def longest_ledger(state_dirs: Sequence[Path], fragments: int) -> tuple[LedgerBa
     return base, longest
 
 
-def _summary(base: LedgerBase, fragments: int) -> RunSummary | None:
-    return decode_summary(base.summary, fragments=fragments) if base.index else None
-
-
 def check_folder(
     folder: Path, regions: Sequence[str], positions: dict[str, LearnerStatus], *, former: Sequence[str] = ()
 ) -> AccountReport:
@@ -81,7 +77,7 @@ def check_folder(
     Raises StorageError: a folder is damaged or incomplete.
     """
     sizes, base, entries = _ledger(folder, regions)
-    summary = _summary(base, len(sizes))
+    summary = summary_of(base, fragments=len(sizes))
     counters = {
         (region, counter.incarnation): (counter.steps, counter.tokens)
         for region in (*regions, *former)
@@ -134,7 +130,7 @@ def build_report(
     """
     reports = {region: read_region_report(folder / region) for region in regions}
     sizes, base, entries = _ledger(folder, regions)
-    summary = _summary(base, len(sizes))
+    summary = summary_of(base, fragments=len(sizes))
     rounds_before = 0 if summary is None else summary.rounds_committed
     positions = {
         region: learner_status(report["learner"])

@@ -26,12 +26,13 @@ from diloco_node.core.types import (
     LeaderBody,
     LedgerBase,
     RevokedBody,
+    RunSettings,
     SnapshotBody,
     SummaryBody,
 )
 from diloco_node.errors import ProtocolViolation
 from diloco_node.lab.demo.account_check import check_account
-from tests.kit.rounds_kit import GENESIS, Ledger, committed_round, contribution
+from tests.kit.rounds_kit import GENESIS, Ledger, committed_round, context_of, contribution
 
 BODIES: list[EntryBody] = [
     GENESIS,
@@ -191,11 +192,9 @@ class Upheld:
         self.has_states = True
         self.ledger = SimpleNamespace(base=NO_BASE, term=1, commit_index=0)
         self.compaction = Compaction(
-            summary_entries=4,
-            ledger=cast(LedgerCore, self.ledger),
-            history=self.history,
-            versions=cast(Versions, SimpleNamespace(has_states=lambda _: self.has_states)),
-            effects=self.effects,
+            context_of(self.history, settings=RunSettings(summary_entries=4), effects=self.effects),
+            cast(LedgerCore, self.ledger),
+            cast(Versions, SimpleNamespace(has_states=lambda _: self.has_states)),
         )
 
     def take(self, entry: Entry) -> None:

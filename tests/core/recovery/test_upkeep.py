@@ -10,7 +10,7 @@ from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.recovery import upkeep as module
 from diloco_node.core.recovery.upkeep import Upkeep
 from diloco_node.core.types import Entry, EntryBody, LeaderBody, LedgerBase, RunSettings, SnapshotBody
-from tests.kit.rounds_kit import GENESIS, committed_round
+from tests.kit.rounds_kit import GENESIS, committed_round, context_of
 from tests.kit.versions_kit import Disk
 
 BODIES: list[EntryBody] = [
@@ -34,13 +34,8 @@ def test_snapshots_are_learnt_once_before_the_log_begins_behind_them(
     entries: list[Entry] = [disk.ledger.add(body) for body in BODIES]
     log = ReplicaLog(entries)
     ledger = SimpleNamespace(base=log.base, cluster_commit_index=len(entries), entry=log.entry)
-    upkeep = Upkeep(
-        settings=RunSettings(),
-        ledger=cast(LedgerCore, ledger),
-        history=disk.history,
-        versions=disk.versions,
-        effects=disk.effects,
-    )
+    context = context_of(disk.history, settings=RunSettings(), effects=disk.effects)
+    upkeep = Upkeep(context, cast(LedgerCore, ledger), disk.versions)
     for _ in range(is_read_ahead * len(entries)):
         upkeep.learn()
     for entry in entries[:6]:
