@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -61,6 +62,9 @@ def refusals_noted() -> Iterator[None]:
                 last = PlaceMark.decode(area[:])
                 # The learner may be another rank, or the process that has started this one.
                 is_own = last is None or (not last.has_left if last.pid == mark.pid else not is_alive(last.pid))
+                if is_own and last is not None and last.has_left and last.pid != mark.pid:
+                    # Of this life or of the one before: the supervisor knows.
+                    mark = replace(last, fault=mark.fault)
                 if is_own:
                     area[:] = mark.encode()
         raise

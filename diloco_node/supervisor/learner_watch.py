@@ -204,6 +204,9 @@ class LearnerWatch:
             return True
         has_attached = place != self.old_place
         fault = place.fault if code == 0 and place is not None and has_attached else ""
+        old_pid = 0 if self.old_place is None else self.old_place.pid
+        if place is not None and place.has_left and place.pid != old_pid:
+            fault = ""  # a process of this life had its part, and what others of it were refused for is their affair
         is_early = code == 0 and place is not None and not has_attached
         self._early_ends = self._early_ends + 1 if is_early else 0
         self.reason = f"{_in_words(code)} after {lived_s:.1f} s"

@@ -196,7 +196,7 @@ class ModelTensors:
                 "the optimizer holds none of the model's parameters: make it from model.parameters() after "
                 "fully_shard or parallelize_module, or pass its masters"
             )
-        return None, []
+        return None, [*(optimizer_tensors or ())]
 
     @property
     def is_cut(self) -> bool:
