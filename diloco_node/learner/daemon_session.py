@@ -134,6 +134,8 @@ class LearnerSession:
         self._is_news_old = True
         # When the last report was due, by the clock of `step`.
         self._reported_ns = 0
+        # An attach() before this one had its part, and no daemon has let this one in.
+        self._is_over = False
         self.link = LearnerLink(socket, self._make_attach)
 
     @property
@@ -154,9 +156,11 @@ class LearnerSession:
             # An attach before this one has left, or was refused: the supervisor would let it wait for ever, or end it.
             self._place_area = area
             self._write_place(self.place)
+            self._is_over = True
         while True:
             self.hear()
             if self.welcome is not None:
+                self._is_over = False
                 return self.welcome
             if is_stopping() or self.stop_reason is not None:
                 return None
@@ -291,7 +295,8 @@ class LearnerSession:
 
     def fail(self, reason: str) -> None:
         """Write why this learner ends: its script may catch the error, and exit as if nothing had happened."""
-        self._write_place(replace(self.place, fault=reason))
+        if not self._is_over:
+            self._write_place(replace(self.place, fault=reason))
 
     def follow_stop(self, terminate: TerminateFlag) -> None:
         """Write with each place whether a signal asked this process to stop, and at once when one does."""
@@ -421,7 +426,9 @@ class LearnerSession:
         is_interrupted = has_stop and not isinstance(last, Done)
         if is_interrupted and self._place_area is None:  # before the first Welcome
             self._place_area = request_area(self._memory, PLACE_AREA, PLACE_BYTES)
-        has_left = isinstance(last, Done) or (last is None and bool(self.final_versions) and not has_stop)
+        has_left = isinstance(last, Done) or (
+            not has_stop and (self._is_over or (last is None and bool(self.final_versions)))
+        )
         self._write_place(replace(self.place, activity="", is_interrupted=is_interrupted, has_left=has_left))
         if last is not None:
             self.link.send(last)

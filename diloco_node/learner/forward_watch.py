@@ -1,12 +1,16 @@
 """Hooks on a model's `forward` that see what it is given to train on, and the loss that it returns.
 
-A call counts while the module is in training mode and gradients are on, so evaluation and generation do not. Nothing is
-read from a device: a count is the shape of a tensor, and the loss stays the tensor that it is.
+A call counts while the module is in training mode and gradients are on, so evaluation and generation do not; and once a
+backward pass from its output has come to its end: one that lacked memory has trained nothing, and a batch may be left
+out. Where none is seen, as in a loss that the output has no part in, all calls count. Nothing is read from a device: a
+count is the shape of a tensor, and the loss stays the tensor that it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -19,6 +23,9 @@ TOKEN_NAMES: Final = ("input_ids", "tokens", "inputs_embeds")
 
 _EMBEDDED_DIMS: Final = 3
 _DEPTH_MAX: Final = 4
+
+OUTPUTS_MAX: Final = 16
+"""Tensors of an output from which a backward pass is looked for: loss and logits come first, caches last."""
 
 
 def count_tokens(batch: Any) -> int:
@@ -63,6 +70,16 @@ def _first(items: Iterable[Any], depth: int) -> tuple[str, Tensor] | None:
     return next((hit for item in items if (hit := _tensor_in(item, depth - 1)) is not None), None)
 
 
+def _tensors_in(output: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif depth:
+        fields = vars(output) if is_dataclass(output) and hasattr(output, "__dict__") else output
+        items = fields.values() if isinstance(fields, Mapping) else fields if isinstance(fields, list | tuple) else ()
+        for item in items:
+            yield from _tensors_in(item, depth - 1)
+
+
 class ForwardWatch:
     """Hooks that count the model's inputs and take its loss.
 
@@ -70,8 +87,8 @@ class ForwardWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # Of forward passes that came to their end, and of one that may raise.
-        self._tokens = self._begun = 0
+        # Of forward passes that came to their end, of one that may raise, and of those with a whole backward pass.
+        self._tokens = self._begun = self._trained = 0
         self._loss: Tensor | None = None
         for kind in ("_forward_pre_hooks", "_forward_hooks"):
             private_hooks(model, kind)
@@ -85,8 +102,8 @@ class ForwardWatch:
 
     def take(self) -> tuple[int, Tensor | None]:
         """Tokens since the last call of this, and the loss that was returned last; None where none was."""
-        pair = self._tokens, self._loss
-        self._tokens, self._loss = 0, None
+        pair = self._trained or self._tokens, self._loss
+        self._tokens, self._trained, self._loss = 0, 0, None
         return pair
 
     def _note_shapes(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -96,10 +113,30 @@ class ForwardWatch:
     def _returned(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
-        self._tokens, self._begun = self._tokens + self._begun, 0
+        tokens, self._begun = self._begun, 0
+        self._tokens += tokens
+        if not torch.compiler.is_compiling():
+            self._follow(output, [tokens])
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(loss, Tensor):
             self._loss = loss.detach()
+
+    def _follow(self, output: Any, tokens: list[int]) -> None:
+        """Count tokens once a backward pass from an output has ended.
+
+        tokens: one number, and none once it was counted.
+        """
+
+        def count() -> None:
+            self._trained += sum(tokens)
+            tokens.clear()
+
+        def begin(_: Tensor) -> None:
+            torch.autograd.Variable._execution_engine.queue_callback(count)
+
+        for tensor in islice(_tensors_in(output, _DEPTH_MAX), OUTPUTS_MAX):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(begin)
 
     def close(self) -> None:
         """Take the hooks away."""

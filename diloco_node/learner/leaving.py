@@ -70,6 +70,8 @@ def _own_mark(fault: str, last: PlaceMark | None) -> PlaceMark | None:
     pid = os.getpid()
     # The learner may be another rank, or the process that has started this one.
     is_own = last is None or (not last.has_left if last.pid == pid else not is_alive(last.pid))
+    if is_own and last is not None and last.has_left and last.pid != pid:
+        return replace(last, fault=fault)  # of this life or of the one before: the supervisor knows
     return PlaceMark(pid, fault=fault) if is_own else None
 
 

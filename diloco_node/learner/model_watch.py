@@ -32,7 +32,7 @@ from diloco_node.learner.late_looks import LateLook, LateLooks
 from diloco_node.learner.layouts.capture import is_capturing
 from diloco_node.learner.layouts.device import has_streams
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.optimizer_record import NOISE, TOLD, OptimizerRecord, is_inside_step
+from diloco_node.learner.optimizer_record import FAR, NOISE, TOLD, OptimizerRecord, is_inside_step
 from diloco_node.learner.several_optimizers import check_kind, inner_of, kind_of, parameters_of
 from diloco_node.learner.state_watch import StateWatch, schedules_of
 from diloco_node.learner.step_counts import StepCounts
@@ -58,9 +58,6 @@ COPY_LOOKS: Final = frozenset({1, 2, 4, 8, 16, 32, 64})
 
 FAR_AT_FIRST: Final = 0.5
 """Change by the first step of a loop, in lengths of the whole model, that is a load and no step."""
-
-FAR: Final = 0.1
-"""Change between two steps, in lengths of the values, that is a load and no constraint or noise."""
 
 LOOKS_WAITED: Final = 8
 """Looks at what others write for which a device is waited. A loop that writes at each step, such as one that clamps
@@ -263,17 +260,11 @@ class ModelWatch:
         if self._written:
             self._compare(is_trained=False)
         elif is_torn:
-            self._check_torn(record)
+            record.tear()
         elif not is_inner:  # else what the optimizer around it writes is of a step as well
             self._check_record(record)
         if record.sample is None:
             record.note()
-
-    def _check_torn(self, record: OptimizerRecord) -> None:
-        """Look at a step that follows one that raised, for want of memory say: it has written a part, a load more."""
-        for change, name in record.look():
-            if float(change) > FAR:
-                self._judge(name, float(change))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         record = None if torch.compiler.is_compiling() else self._optimizers.get(optimizer)
@@ -287,6 +278,8 @@ class ModelWatch:
 
     def _look_after_step(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
         writes = record.writes
+        if (change := record.torn_change()) > FAR:
+            self._judge(partial(str, record.name), change)
         record.note(is_step=True)
         self._steps.moves += record.writes != writes
         untold_steps = record.untold_steps if record.told_steps == self._steps.told else 0
@@ -338,7 +331,7 @@ class ModelWatch:
         tensors = {self._names[parameter]: parameter for parameter in parameters if parameter in self._names}
         if tensors:
             check_kind(optimizer)
-        self._optimizers[optimizer] = record = OptimizerRecord(tensors) if tensors else None
+        self._optimizers[optimizer] = record = OptimizerRecord(tensors, self._renormed) if tensors else None
         self._holdings[optimizer] = parameters
         for sibling in filter(None, self._optimizers.values()):
             if record is not None and sibling is not record and not sibling.tensors.keys().isdisjoint(tensors):
@@ -402,8 +395,6 @@ class ModelWatch:
         # Averages, or a climb, in and out again; or `model.to()`.
         may_be_restored = not foreign or writes[-1] != record.writes[-1] or writes[at] != record.writes[at]
         change = record.change()
-        if not foreign:  # a forward pass wrote, or a load
-            change = torch.where(change > FAR, change, 0.0)
         self._writes_seen += 1
         if self._writes_seen <= LOOKS_WAITED:
             self._judge(name, float(change), may_be_restored=may_be_restored)
@@ -473,7 +464,7 @@ class ModelWatch:
         """Say what was written to a tensor since the last step, if it is still there. Waits for the device."""
         # What a loop writes after each step, such as a constraint, is in what it has sent already.
         for record in filter(None, self._optimizers.values()):
-            limit = FAR if self._has_warned or record.tensors[record.name] in self._renormed else NOISE
+            limit = FAR if self._has_warned else NOISE
             if record.is_followed(self._steps.told) and float(record.change()) > limit:
                 return (
                     f"{record.name!r} was written to after the last step, such as by a load of the best weights: that "

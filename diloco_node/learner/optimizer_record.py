@@ -19,6 +19,12 @@ from diloco_node.learner.tensor_forms import SliceReader, is_constrained, sample
 TOLD: Final = 0.05
 """Change that is told and ends nobody: the most that a constraint counts as, or a write to other tensors alone."""
 
+FAR: Final = 0.1
+"""Change between two steps, in lengths of the values, that is a load and no constraint or noise."""
+
+TORN_STEPS: Final = 4.0
+"""A step that raised has written at most as much as so many of the whole steps around it, else weights were loaded."""
+
 NOISE: Final = 1e-5
 """Change of a climb or an average that was taken out again by arithmetic."""
 
@@ -50,9 +56,11 @@ class OptimizerRecord:
         states: samples of its states when looked at last, and how much they were like their parameter when looked at
             first, by names of parameter and state.
         siblings: records of optimizers that hold some of the same tensors.
+        renormed: tensors that forward passes shorten: only a change beyond FAR is one.
     """
 
     tensors: dict[str, Tensor]
+    renormed: Container[Tensor] = ()
     writes: list[int] = field(default_factory=list)
     steps: int = 0
     counted_steps: int = 0
@@ -66,12 +74,15 @@ class OptimizerRecord:
     states: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
     siblings: list[OptimizerRecord] = field(default_factory=list)
     _taken_steps: int = 0
+    # The sample before `sample`; and those with which steps began that followed one that raised.
+    _earlier: Tensor | None = None
+    _torn: list[Tensor] = field(default_factory=list)
     largest: int = field(init=False)
     _reader: SliceReader = field(init=False)
 
     def __post_init__(self) -> None:
         self.largest = max(enumerate(self.tensors.values()), key=lambda entry: entry[1].numel())[0]
-        self._reader = SliceReader(self.tensors.values())
+        self._reader = SliceReader(self._sliced.values())
 
     def take_steps(self) -> int:
         """Steps since the last call of this."""
@@ -103,6 +114,8 @@ class OptimizerRecord:
         if not now.is_cpu or not torch.equal(now, self.sample):
             change = _apart(now, self.sample)
             change = torch.where(is_constrained(self.sample, now), change.clamp(max=TOLD), change)
+            if self._largest in self.renormed:
+                change = torch.where(change > FAR, change, 0.0)
         changes: list[tuple[Tensor, Callable[[], str]]] = [(change, lambda: self.name)]
         for device, slices in self._reader.read().items():
             before = self.slices.get(device)
@@ -118,7 +131,11 @@ class OptimizerRecord:
     def _name_of_change(self, before: Tensor, now: Tensor) -> str:
         """Name the first tensor whose slice differs; the largest where none does."""
         differing = (before != now).nonzero()
-        return [*self.tensors][self._reader.number_at(now.device, int(differing[0]))] if len(differing) else self.name
+        return [*self._sliced][self._reader.number_at(now.device, int(differing[0]))] if len(differing) else self.name
+
+    @property
+    def _sliced(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.tensors.items() if tensor not in self.renormed}
 
     @property
     def name(self) -> str:
@@ -133,8 +150,29 @@ class OptimizerRecord:
         """Take the values as this learner has written them, or the optimizer, by `tensor.data` perhaps."""
         writes = self.count_writes()
         if is_step or writes != self.writes:
+            self._earlier, self._torn = self.sample, []
             self.writes, self.sample = writes, sample_of(self._largest)
             self.slices = self._reader.read()
+
+    def tear(self) -> None:
+        """Note where a step begins that follows one which raised, for want of memory say: that has written a part."""
+        self._torn.append(sample_of(self._largest))
+
+    def torn_change(self) -> float:
+        """Return how far a load after a step that raised has moved the largest, in lengths; 0.0: a part of a step did.
+
+        Known after the whole step that follows: how far one goes depends on the learning rate.
+        """
+        if not self._torn or self.sample is None:
+            return 0.0
+        begun = self._torn[-1]
+        steps = [
+            (sample_of(self._largest), begun),
+            (self.sample, self.sample if self._earlier is None else self._earlier),
+        ]
+        usual = max(float(torch.dist(now, before)) for now, before in steps)
+        is_part = float(torch.dist(begun, self.sample)) <= TORN_STEPS * len(self._torn) * usual
+        return 0.0 if is_part else float(_apart(begun, self.sample))
 
     def likenesses(
         self, optimizer: torch.optim.Optimizer, merge_tensors: Container[Tensor]

@@ -176,13 +176,18 @@ class LearnerWatch:
 
     def _look_outside(self, place: PlaceMark, mark: bytes | None, now_s: float) -> Action:
         """Its script is in no run: it has left, or was refused. It may attach again."""
-        if place.has_left:
+        if self._had_part(place):
             self._mark, self._stepped_s, self._pause = mark, None, None
             return Action.NOTHING
         self._refused_s = now_s if self._refused_s is None else self._refused_s
         if now_s - self._refused_s <= REFUSED_S:
             return Action.NOTHING
         return self._abort(f"goes on outside of the run: {HIDES}: {place.fault}", now_s)
+
+    def _had_part(self, place: PlaceMark) -> bool:
+        """Whether a process of this life has left; a fault beside the word of the life before is of this one."""
+        old_pid = 0 if self.old_place is None else self.old_place.pid
+        return place.has_left and (place.pid != old_pid or not place.fault)
 
     def _hang(self, reason: str, now_s: float) -> Action:
         self.hangs += 1
@@ -227,6 +232,8 @@ class LearnerWatch:
             return True
         has_attached = place != self.old_place
         fault = place.fault if (code == 0 or is_refused) and place is not None and has_attached else ""
+        if place is not None and self._had_part(place):
+            fault = ""  # what other processes of this life were refused for is their affair
         is_early = code == 0 and place is not None and not has_attached
         self._early_ends = self._early_ends + 1 if is_early else 0
         self.reason = f"{_in_words(code)} after {lived_s:.1f} s"

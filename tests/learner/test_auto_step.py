@@ -1,6 +1,8 @@
 """`attach(..., step="auto")`: the optimizer's steps are the boundaries, tokens and loss come from the model's calls."""
 
 from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,76 @@ def train(model: Language, optimizer: torch.optim.Optimizer, *, micro_batches: i
     optimizer.step()
     optimizer.zero_grad()
     return float(loss.detach())
+
+
+def lack_memory(_: Tensor) -> None:
+    raise torch.OutOfMemoryError("for gradients")
+
+
+def lose_backward(model: Language) -> None:
+    """A batch whose backward pass lacks memory, as a script that goes on with a smaller one has it."""
+    hook = model.embedding.weight.register_hook(lack_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(input_ids=IDS)["loss"].backward()
+    hook.remove()
+    model.zero_grad()
+
+
+def leave_out(model: Language) -> None:
+    """A batch whose loss is not finite, or a rollout."""
+    model(input_ids=IDS)
+
+
+@pytest.mark.parametrize("waste", [lose_backward, leave_out])
+def test_tokens_of_a_step_are_those_that_were_trained(folder: Path, waste: Callable[[Language], None]) -> None:
+    model = Language()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with FakeDaemon(folder), diloco_node.attach(model, optimizer, step="auto") as diloco:
+        for number in range(3):
+            waste(model)
+            for rows in (IDS[:2], IDS[2:]):
+                model(input_ids=rows)["loss"].backward()
+            waste(model)
+            optimizer.step()
+            assert (diloco.steps, diloco.tokens) == (number + 1, 15 * (number + 1))
+            optimizer.zero_grad()
+
+
+@dataclass
+class Output:
+    parts: tuple[Tensor, ...]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "is_seen"),
+    [
+        (lambda loss, _: loss, True),
+        (lambda loss, weight: {"weight": weight, "none": None, "loss": loss}, True),
+        (lambda loss, _: Output((loss.detach(), loss)), True),
+        (lambda loss, _: lambda: loss, False),
+    ],
+)
+def test_a_backward_pass_is_seen_from_an_output_of_any_form(wrap: Callable[..., Any], is_seen: bool) -> None:
+    """Once, however often it goes through one output; where none is seen, all calls count."""
+
+    class Wrapping(Language):
+        loss: Tensor
+
+        def forward(self, input_ids: Tensor) -> Any:
+            self.loss = self.embedding(input_ids).square().mean()
+            return wrap(self.loss, self.embedding.weight)
+
+    model = Wrapping().cpu()
+    watch = ForwardWatch(model)
+    model(IDS)
+    model(IDS)
+    model.loss.backward(retain_graph=True)
+    model.loss.backward()
+    assert watch.take()[0] == (15 if is_seen else 30)
+    model(IDS)
+    assert watch.take()[0] == 15, "no backward pass was seen"
+    assert not model.embedding.weight._backward_hooks
+    watch.close()
 
 
 class Container(torch.optim.Optimizer):

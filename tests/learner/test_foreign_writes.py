@@ -243,6 +243,29 @@ def test_an_embedding_with_a_greatest_norm_is_shortened_by_its_own_forward_pass(
         assert not [message for message in daemon.said if isinstance(message, Warned)]
 
 
+@pytest.mark.parametrize("width", [8, 512])
+def test_averages_beside_an_embedding_with_a_greatest_norm_are_no_news(folder: Path, width: int) -> None:
+    """Swapped in and out around an evaluation: what its forward passes shorten is no write of the loop's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, width, max_norm=0.5), nn.Linear(width, 64), nn.Linear(64, 64))
+    optimizer = make(model)
+    averages = {name: value.clone() for name, value in model.state_dict().items()}
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        for _ in range(12):
+            optimizer.zero_grad()
+            model(torch.randint(0, 50, (16,))).square().mean().backward()
+            optimizer.step()
+            arrive(model)
+            diloco.step(tokens=16)
+            own = {name: value.clone() for name, value in model.state_dict().items()}
+            for name, value in own.items():
+                averages[name].lerp_(value, 0.1)
+            model.load_state_dict(averages)
+            model(torch.randint(0, 50, (16,)))
+            model.load_state_dict(own)
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
+
+
 def test_a_load_of_an_embedding_with_a_greatest_norm_is_refused(folder: Path) -> None:
     model = nn.Sequential(nn.Embedding(200, 8, max_norm=1.0), nn.Linear(8, 8))
     optimizer = make(model)

@@ -202,4 +202,40 @@ def test_a_refusal_is_no_word_about_a_learner_in_another_process(folder: Path) -
     with pytest.raises(LearnerError, match="LBFGS"):
         diloco_node.attach(model, torch.optim.LBFGS(model.parameters()))
     assert (last := mark_of(folder)) is not None
+    assert (last.pid, last.has_left, bool(last.fault)) == (2**22 + 1, True, True), "of which life the supervisor knows"
+    area[:] = PlaceMark(2**22 + 1, step=9).encode()
+    with pytest.raises(LearnerError, match="LBFGS"):
+        diloco_node.attach(model, torch.optim.LBFGS(model.parameters()))
+    assert (last := mark_of(folder)) is not None
     assert (last.pid, bool(last.fault)) == (os.getpid(), True), "that process is of a life before"
+
+
+def test_a_second_attach_that_the_daemon_refuses_is_no_crash_of_the_learner_that_has_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = make(model := net())
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(model, optimizer) as diloco:
+            train(model, optimizer, diloco)
+        monkeypatch.setattr(daemon, "rejection_reason", lambda *_: "this is not the run's model")
+        for _ in range(2):
+            with pytest.raises(LearnerError, match="refused this learner: this is not the run's model"):
+                diloco_node.attach(nn.Linear(2, 2))
+            assert (mark := mark_of(folder)) is not None
+            assert (mark.fault, mark.has_left) == ("", True), "it has had its part, and may do what it wants"
+        monkeypatch.setattr(daemon, "rejection_reason", lambda *_: "")
+        with diloco_node.attach(model, optimizer) as diloco:
+            assert (mark := mark_of(folder)) is not None
+            assert (mark.fault, mark.has_left) == ("", False)
+            train(model, optimizer, diloco)
+
+
+def test_an_attach_that_the_daemon_refuses_at_first_is_a_crash(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco_node.learner.daemon_session._departed", set())  # of tests in this process
+    with FakeDaemon(folder) as daemon:
+        monkeypatch.setattr(daemon, "rejection_reason", lambda *_: "this is not the run's model")
+        with pytest.raises(LearnerError, match="refused this learner"):
+            diloco_node.attach(nn.Linear(2, 2))
+    assert (mark := mark_of(folder)) is not None
+    assert "this is not the run's model" in mark.fault
+    assert not mark.has_left

@@ -106,6 +106,37 @@ def test_an_average_that_was_begun_with_merged_parameters_is_named(folder: Path,
         assert "copies of the parameters, such as averages" in warnings[0]
 
 
+class Mine:
+    """Holds what a script has; module globals and frames of functions do as well."""
+
+    teacher: nn.Module
+
+
+def test_what_a_script_has_frozen_for_the_garbage_collector_is_named(folder: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    Mine.teacher = nn.Linear(3, 3)
+    beside = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    schedule = StepLR(beside, 1)
+    gc.collect()
+    gc.freeze()
+    try:
+        with Loop(folder, plain()) as loop:
+            for _ in range(4):
+                loop.step()
+                beside.step()
+                schedule.step()
+                with torch.no_grad():
+                    Mine.teacher.weight.add_(0.1)
+                warnings = loop.checkpoint()
+        (text,) = (text for text in warnings if "no checkpoint keeps" in text)
+        for name in ("a GradScaler", "the position of a StepLR", "a Linear outside of what attach() was given"):
+            assert name in text
+        assert scaler.is_enabled()
+    finally:
+        gc.unfreeze()
+        del Mine.teacher
+
+
 def test_names_of_semaphores_are_no_draw_of_the_loop(folder: Path) -> None:
     """A data loader with workers makes some in each epoch."""
     with Loop(folder, plain()) as loop:

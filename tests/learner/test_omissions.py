@@ -103,6 +103,34 @@ def test_what_attach_has_named_is_named_once_and_what_it_offers_merges_it(
         assert not [message for message in daemon.said if isinstance(message, Warned)]
 
 
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_variance_that_falls_fast_never_becomes_negative(folder: Path, signed: bool) -> None:
+    """An evaluation would have its root."""
+    model = net()
+    model.register_buffer("running_var", torch.tensor([4.0, 4.0, -4.0 if signed else 4.0]))
+    optimizer = make(model)
+    with (
+        FakeDaemon(folder, fragments=1) as daemon,
+        diloco_node.attach(model, optimizer, buffers=["running_var"]) as diloco,
+    ):
+        train(model, optimizer, diloco)
+        variance = model.get_buffer("running_var")
+        with torch.no_grad():
+            variance.copy_(torch.tensor([0.25, 0.0625, 1.0]))
+        assert daemon.manifest is not None
+        (place,) = (piece for piece in daemon.manifest.fragments[0].pieces if piece.name == "running_var")
+        theta = daemon.theta[0].copy()
+        theta[place.offset : place.offset + 3] = [0.125, 0.5, -1.0 if signed else 3.0]
+        daemon.commit(0, theta, -1)
+        diloco.settle(0.3)
+        assert diloco.versions == (1,)
+        if signed:
+            assert (variance[:2] < 0.0).all()
+        else:
+            assert variance[:2].tolist() == [0.125, 0.0625]
+            assert 0.0 <= float(variance[2]) < 3.0
+
+
 def test_a_buffer_without_a_mean_is_refused_with_what_to_do(folder: Path) -> None:
     model = normalised()
     with pytest.raises(LearnerError, match=r"num_batches_tracked' has type torch.int64.*leave it out of attach"):
@@ -126,3 +154,10 @@ def test_a_scripts_own_spectral_norm_with_one_vector_is_named_by_it() -> None:
     layer.register_buffer("weight_u", torch.ones(2))
     layer.register_forward_pre_hook(SpectralNorm())
     assert "1 of Linear, such as 'weight_u'" in statistics_warning(layer, [])
+
+
+def test_an_optimizer_that_holds_nothing_of_the_model_is_named(folder: Path) -> None:
+    model = net()
+    copies = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, torch.optim.SGD(copies, lr=0.1)):
+        assert "6 parameters (584 bytes) that the optimizer holds are not in the model" in daemon.wait_for(Warned).text

@@ -139,3 +139,49 @@ def test_a_step_that_raises_is_made_again_and_a_load_after_it_is_refused(folder:
         load(model)
         with pytest.raises(LearnerError, match="were changed between two steps"):
             train(model, optimizer, diloco, 2)
+
+
+class Tearing(torch.optim.Optimizer):
+    """Goes down by the sign of the gradient, and may have no memory for the last layer."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                if self.fails and number == 4:
+                    raise torch.OutOfMemoryError("for the rest")
+                parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("lr", [0.1, 1.0])
+def test_a_step_that_raises_at_a_high_rate_is_made_again(folder: Path, lr: float, steps: int) -> None:
+    """It has moved the weights as far as a load does, but no further than other steps."""
+    model = net()
+    optimizer = Tearing(model.parameters(), {"lr": lr})
+    weight = model.get_parameter("1.weight")
+
+    def fail() -> None:
+        before = weight.detach().clone()
+        optimizer.fails = True
+        with pytest.raises(torch.OutOfMemoryError):
+            train(model, optimizer, diloco)
+        optimizer.fails = False
+        assert torch.dist(before, weight) > 0.1 * before.norm()
+
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, steps)
+        for count in (1, 3):
+            for _ in range(count):
+                fail()
+            train(model, optimizer, diloco)
+        arrive(model)
+        assert diloco.steps == steps + 2
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
+        fail()
+        with torch.no_grad():
+            weight.add_(20 * lr * torch.randn(8, 8).sign() + weight.norm())
+        with pytest.raises(LearnerError, match="were changed between two steps"):
+            train(model, optimizer, diloco)

@@ -251,6 +251,19 @@ def test_one_that_attaches_again_after_a_refusal_is_a_learner_as_any_other() -> 
     assert refused_looks(watch, place, int(REFUSED_S)) == [], "the time begins anew"
 
 
+def test_what_is_refused_after_a_learner_has_left_is_no_crash_and_that_of_the_next_life_is_one() -> None:
+    watch, place = running(), PlaceMark(7, step=3, has_left=True)
+    refused = PlaceMark(7, step=3, has_left=True, fault="LearnerError: no")
+    assert not watch.ended(0, lived_s=5.0, now_s=5, place=refused), "a process after the learner's, in one command"
+    assert (watch.state, watch.crashes, watch.reason) == ("done", 0, "")
+    watch.started(None, now_s=6, place=place)
+    assert watch.ended(0, lived_s=1.0, now_s=7, place=refused)
+    assert watch.crashes == 1
+    assert watch.reason.endswith("its script hides an error: LearnerError: no")
+    watch.started(None, now_s=8, place=place)
+    assert refused_looks(watch, refused, int(REFUSED_S) + 10)[0][1] is Action.ABORT
+
+
 def test_one_that_ends_before_it_attaches_though_the_life_before_did_is_believed_the_second_time() -> None:
     watch, place = running(), PlaceMark(7, step=3)
     watch.ended(-9, lived_s=5.0, now_s=5, place=place)

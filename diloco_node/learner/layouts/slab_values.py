@@ -41,3 +41,17 @@ def first_values(tensor: Tensor, slab: Slab) -> Tensor:
 def joined(pieces: list[Tensor]) -> Tensor:
     """Those that lie on the first one's device, in one."""
     return torch.cat([piece for piece in pieces if piece.device == pieces[0].device] or [host_values(0)])
+
+
+def carry(theta: Tensor, new: Tensor, anchor: Tensor, carry_factor: float, *, keeps_sign: bool) -> None:
+    """Set `theta` to `new + carry_factor * (theta - anchor)`, in place.
+
+    keeps_sign: values that are never negative, as a variance that falls fast, stay between what they were and `new`.
+    """
+    least = torch.minimum(theta, new) if keeps_sign and theta.numel() else None
+    theta.sub_(anchor)
+    if carry_factor != 1.0:
+        theta.mul_(carry_factor)
+    theta.add_(new)
+    if least is not None and least.min() >= 0.0:
+        torch.where(theta < 0.0, least, theta, out=theta)

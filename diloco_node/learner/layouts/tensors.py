@@ -28,7 +28,7 @@ from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.names import buffers_of, by_plain_name, names_of, plain_name, replicas_in, unwrap
 from diloco_node.learner.layouts.shard_map import Box, LocalFragment, Slab, whole_box
-from diloco_node.learner.layouts.slab_values import cut, first_values, host_copy, host_values, joined
+from diloco_node.learner.layouts.slab_values import carry, cut, first_values, host_copy, host_values, joined
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -196,7 +196,7 @@ class ModelTensors:
                 "the optimizer holds none of the model's parameters: make it from model.parameters() after "
                 "fully_shard or parallelize_module, or pass its masters"
             )
-        return None, []
+        return None, [*(optimizer_tensors or ())]
 
     @property
     def is_cut(self) -> bool:
@@ -289,7 +289,9 @@ class ModelTensors:
             for slab, values in zip(local.slabs, self.in_place(local.slabs), strict=True):
                 is_direct = values.dtype == torch.float32 and values.device.type == "cpu"
                 theta = values if is_direct else scratch[: slab.size].view(values.shape).copy_(values)
-                _shift(theta, new[slab.span].view(values.shape), anchor[slab.span].view(values.shape), carry_factor)
+                vectors = (vector[slab.span].view(values.shape) for vector in (new, anchor))
+                is_buffer = not isinstance(self._tracked[slab.piece.name].parameter, nn.Parameter)
+                carry(theta, *vectors, carry_factor, keeps_sign=is_buffer)
                 if not is_direct:
                     values.copy_(theta)
                 self.follow((slab,))
@@ -401,13 +403,6 @@ class ModelTensors:
         """Have FSDP2 show the shards, also after an evaluation."""
         for module in self._resharded:
             module.reshard()  # type: ignore[operator]
-
-
-def _shift(theta: Tensor, new: Tensor, anchor: Tensor, carry_factor: float) -> None:
-    theta.sub_(anchor)
-    if carry_factor != 1.0:
-        theta.mul_(carry_factor)
-    theta.add_(new)
 
 
 def _buffers(model: nn.Module, patterns: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
