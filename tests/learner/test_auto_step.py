@@ -125,7 +125,7 @@ class Output:
         (lambda loss, _: loss, True),
         (lambda loss, weight: {"weight": weight, "none": None, "loss": loss}, True),
         (lambda loss, _: Output((loss.detach(), loss)), True),
-        (lambda loss, _: (lambda: loss), False),
+        (lambda loss, _: lambda: loss, False),
     ],
 )
 def test_a_backward_pass_is_seen_from_an_output_of_any_form(wrap: Callable[..., Any], is_seen: bool) -> None:

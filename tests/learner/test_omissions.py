@@ -109,9 +109,10 @@ def test_a_variance_that_falls_fast_never_becomes_negative(folder: Path, signed:
     model = net()
     model.register_buffer("running_var", torch.tensor([4.0, 4.0, -4.0 if signed else 4.0]))
     optimizer = make(model)
-    with FakeDaemon(folder, fragments=1) as daemon, diloco_node.attach(
-        model, optimizer, buffers=["running_var"]
-    ) as diloco:
+    with (
+        FakeDaemon(folder, fragments=1) as daemon,
+        diloco_node.attach(model, optimizer, buffers=["running_var"]) as diloco,
+    ):
         train(model, optimizer, diloco)
         variance = model.get_buffer("running_var")
         with torch.no_grad():
