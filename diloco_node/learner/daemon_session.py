@@ -134,8 +134,8 @@ class LearnerSession:
         self._is_news_old = True
         # When the last report was due, by the clock of `step`.
         self._reported_ns = 0
-        # An attach() before this one had its part, and no daemon has let this one in.
-        self._is_over = False
+        # An attach() before this one had its part, which holds until a daemon welcomes this one.
+        self._is_second = False
         self.link = LearnerLink(socket, self._make_attach)
 
     @property
@@ -154,13 +154,11 @@ class LearnerSession:
         last = PlaceMark.decode(area[:])
         if last is not None and last.pid == os.getpid():
             # An attach before this one has left, or was refused: the supervisor would let it wait for ever, or end it.
-            self._place_area = area
+            self._place_area, self._is_second = area, last.has_left
             self._write_place(self.place)
-            self._is_over = True
         while True:
             self.hear()
             if self.welcome is not None:
-                self._is_over = False
                 return self.welcome
             if is_stopping() or self.stop_reason is not None:
                 return None
@@ -295,7 +293,7 @@ class LearnerSession:
 
     def fail(self, reason: str) -> None:
         """Write why this learner ends: its script may catch the error, and exit as if nothing had happened."""
-        if not self._is_over:
+        if self.welcome is not None or not self._is_second:
             self._write_place(replace(self.place, fault=reason))
 
     def follow_stop(self, terminate: TerminateFlag) -> None:
@@ -419,16 +417,14 @@ class LearnerSession:
         return self._news_step is not None and self.fragments.step >= self._news_step
 
     def close(self, last: Done | Failed | None, *, has_stop: bool) -> None:
-        """Say the last word, and let go of everything. has_stop: a signal asked this process, or another rank's, to
-        stop."""
+        """Say the last word, and let go of all. has_stop: a signal asked this process, or another rank's, to stop."""
         if self._fragments is not None and self._fragments.step and not self.final_versions:
             log.warning("the run goes on: the model does not hold its merged parameters. `export` has them")
         is_interrupted = has_stop and not isinstance(last, Done)
         if is_interrupted and self._place_area is None:  # before the first Welcome
             self._place_area = request_area(self._memory, PLACE_AREA, PLACE_BYTES)
-        has_left = isinstance(last, Done) or (
-            not has_stop and (self._is_over or (last is None and bool(self.final_versions)))
-        )
+        is_over = (self._is_second and self.welcome is None) or (last is None and bool(self.final_versions))
+        has_left = isinstance(last, Done) or (is_over and not has_stop)
         self._write_place(replace(self.place, activity="", is_interrupted=is_interrupted, has_left=has_left))
         if last is not None:
             self.link.send(last)

@@ -136,7 +136,7 @@ class ForwardWatch:
 
         for tensor in islice(_tensors_in(output, _DEPTH_MAX), OUTPUTS_MAX):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(begin)
+                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Take the hooks away."""

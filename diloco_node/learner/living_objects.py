@@ -18,8 +18,8 @@ def living_objects(*kinds: type) -> list[Any]:
         if id(kind) not in type_ids:
             type_ids.add(id(kind))
             edge += type.__subclasses__(kind)
-    # What a script has frozen, for short pauses say, would be in no list. To freeze it again would keep for ever what is
-    # alive now and becomes a circle of garbage.
+    # What a script has frozen, for short pauses say, would be in no list. To freeze it again would keep for ever what
+    # is alive now, and later a circle of garbage.
     gc.unfreeze()
     everything = gc.get_objects()
     return [*compress(everything, map(type_ids.__contains__, map(id, map(type, everything))))]

@@ -127,6 +127,7 @@ class ModelWatch:
         self._versions = -1
         # Once True nothing more is said of writes.
         self._has_warned = False
+        self._own_tensors = {*tensors.present().values(), *tensors.names, *tensors.strangers}
         # What is on its way from a device.
         self._looks = LateLooks()
         # Values that are not as `attach` wrote them, by tensor.
@@ -269,12 +270,20 @@ class ModelWatch:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         record = None if torch.compiler.is_compiling() else self._optimizers.get(optimizer)
         if record is None:
+            self._note_beside(optimizer)
             return
         if is_capturing():
             record.is_captured = True
             return
         with self._refusing():
             self._look_after_step(optimizer, record)
+
+    def _note_beside(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step of an optimizer of something else than the model, that `attach` has not named already."""
+        own = self._own_tensors
+        values = [tensor for tensor in parameters_of(optimizer) if tensor.requires_grad and tensor not in own]
+        if optimizer in self._optimizers and values:
+            self._steps.stepped_beside(optimizer, sum(map(Tensor.numel, values)))
 
     def _look_after_step(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
         writes = record.writes

@@ -76,7 +76,7 @@ class OptimizerRecord:
     _taken_steps: int = 0
     # The sample before `sample`; and those with which steps began that followed one that raised.
     _earlier: Tensor | None = None
-    _torn: list[Tensor] = field(default_factory=list)
+    _tears: list[Tensor] = field(default_factory=list)
     largest: int = field(init=False)
     _reader: SliceReader = field(init=False)
 
@@ -150,29 +150,29 @@ class OptimizerRecord:
         """Take the values as this learner has written them, or the optimizer, by `tensor.data` perhaps."""
         writes = self.count_writes()
         if is_step or writes != self.writes:
-            self._earlier, self._torn = self.sample, []
+            self._earlier, self._tears = self.sample, []
             self.writes, self.sample = writes, sample_of(self._largest)
             self.slices = self._reader.read()
 
     def tear(self) -> None:
         """Note where a step begins that follows one which raised, for want of memory say: that has written a part."""
-        self._torn.append(sample_of(self._largest))
+        self._tears.append(sample_of(self._largest))
 
     def torn_change(self) -> float:
         """Return how far a load after a step that raised has moved the largest, in lengths; 0.0: a part of a step did.
 
         Known after the whole step that follows: how far one goes depends on the learning rate.
         """
-        if not self._torn or self.sample is None:
+        if not self._tears or self.sample is None:
             return 0.0
-        begun = self._torn[-1]
+        start = self._tears[-1]
         steps = [
-            (sample_of(self._largest), begun),
+            (sample_of(self._largest), start),
             (self.sample, self.sample if self._earlier is None else self._earlier),
         ]
         usual = max(float(torch.dist(now, before)) for now, before in steps)
-        is_part = float(torch.dist(begun, self.sample)) <= TORN_STEPS * len(self._torn) * usual
-        return 0.0 if is_part else float(_apart(begun, self.sample))
+        is_part = float(torch.dist(start, self.sample)) <= TORN_STEPS * len(self._tears) * usual
+        return 0.0 if is_part else float(_apart(start, self.sample))
 
     def likenesses(
         self, optimizer: torch.optim.Optimizer, merge_tensors: Container[Tensor]

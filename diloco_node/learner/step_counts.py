@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Final
+from weakref import WeakKeyDictionary
+
+from torch.optim import Optimizer
 
 from diloco_node.learner.optimizer_record import OptimizerRecord
 
@@ -35,6 +38,22 @@ class StepCounts:
         # Told since then, with steps of an optimizer. One may be around another, and several may train in turns.
         self._real = 0
         self._has_warned = False
+        # By optimizer beside the model: `told` and `moves` at its last step, and how many steps both made.
+        self._strangers: WeakKeyDictionary[Optimizer, tuple[int, int, int]] = WeakKeyDictionary()
+        self._has_named_strangers = False
+
+    def stepped_beside(self, optimizer: Optimizer, values: int) -> None:
+        """An optimizer has made a step that trains nothing of the model. values: what it trains."""
+        step, moves, count = self._strangers.get(optimizer, (-1, -1, 0))
+        if step == self.told or moves == self.moves:
+            return
+        self._strangers[optimizer] = self.told, self.moves, count + 1
+        if count + 1 == STILL_STEPS and not self._has_named_strangers:
+            self._has_named_strangers = True
+            self._warn(
+                f"{type(optimizer).__name__} trains {values} values beside the model in each step: no merge has them, "
+                "and each region trains them alone. Give attach() every module that is trained, and all optimizers"
+            )
 
     def stepped(self, untold_steps: int) -> None:
         """An optimizer has made a step. untold_steps: of this one, since the last that was told."""

@@ -241,8 +241,11 @@ class LearnerWatch:
             last_line = f"{HIDES}: {fault}"
         elif code == 0:  # a handler of the script's, while it still imported?
             last_line = "it ended before attach()" + ", which the life before it had called" * is_early
+            if has_attached and place is not None:
+                way = "it ended without close() or a `with` block: its last steps are in no merge or checkpoint"
+                last_line = "" if place.has_left else way
         if code == 0 and not fault and (not is_early or self._early_ends > 1):  # twice: it has found its own result
-            self.state, self.reason = "done", "" if has_attached else last_line
+            self.state, self.reason = "done", last_line
             return False
         if memory_kills > self._memory_kills:
             self.reason += ": the kernel had no memory left" if code < 0 else ": the kernel killed something for memory"

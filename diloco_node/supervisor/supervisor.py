@@ -318,7 +318,8 @@ class _Supervisor:
     def _child_exited(self, child: Child, code: int) -> int | None:
         lived_s = child.ended()
         place = self._place()
-        has_fault = bool(code) or (place is not None and bool(place.fault))
+        is_left = place is None or place.has_left or place.is_interrupted
+        has_fault = bool(code) or not is_left or (place is not None and bool(place.fault))
         exit_text = f"{child.name} exited, code={code} after {lived_s:.1f} s{self._loss(child) if has_fault else ''}"
         if child is self._learner and place is not None and place != self._watch.old_place and place.has_left:
             self._has_failed = code != 0

@@ -16,7 +16,7 @@ from torch import nn
 import diloco_node
 from diloco_node.errors import LearnerError
 from diloco_node.learner.step_counts import STILL_STEPS
-from diloco_node.wire.learner_link import Warned
+from diloco_node.wire.learner_link import Done, Warned
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.watched_model import draw_anew, load, load_by_data, load_by_hand, load_one_layer, make, net, train
 
@@ -136,6 +136,31 @@ def test_a_rate_of_zero_is_no_other_model(folder: Path) -> None:
     optimizer = make(model, lr=0.0)
     with FakeDaemon(folder), diloco_node.attach(model, optimizer) as diloco:
         train(model, optimizer, diloco, STILL_STEPS + 1)
+
+
+@pytest.mark.parametrize("kind", ["given", "module", "tensor", "probe", "frozen"])
+def test_what_another_optimizer_trains_beside_the_model_in_each_step_is_told_once(folder: Path, kind: str) -> None:
+    """A discriminator or a temperature that `attach` was not given; no probe of an evaluation, nor a frozen layer."""
+    model, critic = net(), nn.Linear(3, 3)
+    model[0].requires_grad_(False)
+    trainees = {"tensor": [torch.ones(1, requires_grad=True)], "frozen": [*model[0].parameters()]}
+    beside = torch.optim.SGD(trainees.get(kind, [*critic.parameters()]), lr=0.1)
+    optimizer = make(model)
+    given = [optimizer, beside] if kind == "given" else optimizer
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(model, given, checkpoint_every_s=0) as diloco:
+            for number in range(STILL_STEPS + 2):
+                for _ in range(2):
+                    if kind != "probe" or number == 0:
+                        beside.step()
+                train(model, optimizer, diloco)
+        daemon.wait_for(Done)
+        texts = [message.text for message in daemon.said if isinstance(message, Warned)]
+        if kind in ("module", "tensor"):
+            (text,) = texts
+            assert text.startswith(f"SGD trains {12 if kind == 'module' else 1} values beside the model in each step")
+        else:
+            assert len(texts) == (kind == "given"), "attach() has told of them"
 
 
 def test_a_layer_that_is_unfrozen_in_mid_run_is_named(folder: Path) -> None:

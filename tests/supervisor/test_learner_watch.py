@@ -185,7 +185,7 @@ def test_who_wants_it_started_again_gives_it_the_first_limit() -> None:
 
 def test_one_that_ends_by_itself_is_done() -> None:
     watch = running()
-    assert not watch.ended(0, lived_s=5.0, now_s=5, place=PlaceMark(7, step=3))
+    assert not watch.ended(0, lived_s=5.0, now_s=5, place=PlaceMark(7, step=3, has_left=True))
     assert watch.document() == {
         "state": "done",
         "reason": "",
@@ -196,6 +196,14 @@ def test_one_that_ends_by_itself_is_done() -> None:
         "log": "/logs/learner.log",
         "lost": None,
     }
+
+
+def test_one_that_ends_in_mid_run_as_if_it_were_done_says_what_is_lost() -> None:
+    """By `os._exit(0)`, or because its script never calls close()."""
+    watch = running()
+    assert not watch.ended(0, lived_s=5.0, now_s=5, place=PlaceMark(7, step=3))
+    assert (watch.state, watch.crashes) == ("done", 0)
+    assert watch.reason.startswith("it ended without close() or a `with` block: its last steps are in no merge")
 
 
 def test_one_that_was_asked_to_stop_from_outside_is_not_done() -> None:
@@ -279,7 +287,7 @@ def test_one_that_ends_without_attach_is_done_and_says_so() -> None:
     assert not watch.ended(0, lived_s=1.0, now_s=1)
     assert (watch.state, watch.reason) == ("done", "it ended before attach()")
     watch.started(None, now_s=2)
-    assert not watch.ended(0, lived_s=1.0, now_s=3, place=PlaceMark(7, step=3))
+    assert not watch.ended(0, lived_s=1.0, now_s=3, place=PlaceMark(7, step=3, has_left=True))
     assert (watch.state, watch.reason) == ("done", "")
 
 

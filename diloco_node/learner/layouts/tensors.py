@@ -289,9 +289,9 @@ class ModelTensors:
             for slab, values in zip(local.slabs, self.in_place(local.slabs), strict=True):
                 is_direct = values.dtype == torch.float32 and values.device.type == "cpu"
                 theta = values if is_direct else scratch[: slab.size].view(values.shape).copy_(values)
-                vectors = (vector[slab.span].view(values.shape) for vector in (new, anchor))
+                target, start = (vector[slab.span].view(values.shape) for vector in (new, anchor))
                 is_buffer = not isinstance(self._tracked[slab.piece.name].parameter, nn.Parameter)
-                carry(theta, *vectors, carry_factor, keeps_sign=is_buffer)
+                carry(theta, target, start, carry_factor, keeps_sign=is_buffer)
                 if not is_direct:
                     values.copy_(theta)
                 self.follow((slab,))
