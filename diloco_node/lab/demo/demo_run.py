@@ -478,6 +478,8 @@ def report_lines(report: dict[str, Any]) -> list[str]:
 def _data_text(data: dict[str, Any] | None) -> str:
     if data is None:
         return "not counted: the ledger is summed up"
+    if not data["rows"] and not data["faults"]:
+        return "not counted: the script has no ShardLoader"
     faults = f"; FAULTS: {'; '.join(data['faults'])}" if data["faults"] else ""
     return f"{data['rows']:,} rows, {data['unmerged']:,} of them in no merge, {data['twice']} merged twice{faults}"
 

@@ -11,6 +11,7 @@ from diloco_node.core.data_shards import ShardRows, TrainedRows
 from diloco_node.core.types import Entry
 from diloco_node.lab.demo.demo_options import CONTEXT
 from diloco_node.lab.demo.demo_report import _data
+from diloco_node.lab.demo.demo_run import _data_text
 from diloco_node.lab.demo.row_count import count_rows
 from tests.kit.rounds_kit import committed_round, contribution
 
@@ -66,3 +67,11 @@ def test_more_missing_rows_than_discarded_steps_and_rows_that_come_twice_are_fau
     account: Any = SimpleNamespace(discarded=discarded_rows * CONTEXT - 1, carried=1)
     document = _data(entries(rounds), SIZES, account, has_lost=has_lost)
     assert document["faults"] == ([fault] if fault else [])
+
+
+def test_a_script_that_counts_no_rows_is_not_praised_for_having_merged_none_twice() -> None:
+    """Its faults are told all the same."""
+    none = {"rows": 0, "merged": 0, "unmerged": 0, "twice": 0, "faults": []}
+    assert _data_text(none) == "not counted: the script has no ShardLoader"
+    assert _data_text({**none, "faults": ["2 rows are merged twice"]}).endswith("FAULTS: 2 rows are merged twice")
+    assert _data_text({**none, "rows": 9, "unmerged": 1}) == "9 rows, 1 of them in no merge, 0 merged twice"
