@@ -95,6 +95,32 @@ def test_a_region_joins_is_merged_and_gets_a_vote_and_another_leaves(
     small.settle()
 
 
+def test_a_region_that_a_voter_does_not_hear_gets_no_vote(patch: pytest.MonkeyPatch) -> None:
+    """Of four voters three must be there: after a failure of the leader the other three could elect nobody."""
+    small = Small(patch, 3, joiners=1)
+    (joiner,) = small.sim.setup.joiners
+    small.go(6)
+    assert order(small, joiner, "contributor") == ""
+    start(small, joiner)
+    small.go(8)
+    leader = small.leader()
+    other = next(name for name in small.others() if name != joiner)
+    pairs = [(joiner, other), (other, joiner)]
+    small.sim.network.cut_all(pairs)
+    small.go(3)
+    assert small.leader() == leader
+    fault = order(small, joiner, "voter")
+    assert fault.startswith(f"{joiner} and {other} don't hear each other: after a failure of {leader} its vote would")
+    small.go(2)
+    assert joiner not in roster(small, leader).voters
+    small.heal(pairs)
+    small.go(3)
+    assert order(small, joiner, "voter") == ""
+    small.go(2)
+    assert joiner in roster(small, leader).voters
+    small.settle()
+
+
 def test_regions_that_never_come_cost_nothing_and_one_that_is_gone_is_removed(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch, 5, joiners=2)
     small.go(4)

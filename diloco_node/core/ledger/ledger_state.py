@@ -254,8 +254,10 @@ class LedgerState:
         if self._region not in roster.names or not is_named:
             lack = "its folder is not the one that the ledger names"
             if self._region not in roster.names:
-                lack = f"it is no member of the run {'any more' if self._region in roster.memberships else 'yet'}"
-            return f"{lack}: it catches up from {self.leader or 'nobody yet'}"
+                place = "of the run any more" if self._region in roster.memberships else "by the entries here yet"
+                lack = f"it is no member {place}"
+            source = self.leader or "nobody yet, for no leader reaches it: `doctor` dials each region"
+            return f"{lack}: it catches up from {source}"
         if not self.disks.has_view and not self.leader:
             silent = [name for name in roster.voters if name not in (self._region, *self._election.votes)]
             return f"the first start needs every region: waits for {', '.join(silent) or 'its own disk'}"

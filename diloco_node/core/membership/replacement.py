@@ -192,6 +192,7 @@ class DiskReplacement:
             # Only who leads hears all the others.
             leader, is_forced = ledger.leader, order.is_forced
             fault = member_change.order_fault(body, disks.roster, leader=leader, alive=alive, is_forced=is_forced)
+            fault = fault or self._promotion_fault(body, liveness, now_ns)
             fault = fault if ledger.is_settled else ""
         else:
             fault = self._order_fault(body, is_cut_off=order.is_cut_off)
@@ -206,6 +207,25 @@ class DiskReplacement:
         there = {ledger.leader, *alive, roster.witness}
         fault = expulsion_fault(voters, body.region, there) if order.is_cut_off else ""
         return fault and f"{fault}{_renewal(body.region) * isinstance(body, RevokedBody)}"
+
+    def _promotion_fault(self, body: MembershipBody, liveness: Liveness, now_ns: int) -> str:
+        """Say which voters that are there a region does not hear, or that don't hear it; empty if it may vote."""
+        region, voters = body.region, self._ledger.disks.roster.voters
+        if body.kind != MemberKind.VOTER or not liveness.is_alive(region, now_ns=now_ns):
+            return ""
+        apart = [
+            name
+            for name in voters
+            if name != self._ledger.leader
+            and liveness.is_alive(name, now_ns=now_ns)
+            and not (liveness.hears(name, region, now_ns=now_ns) and liveness.hears(region, name, now_ns=now_ns))
+        ]
+        if not apart:
+            return ""
+        return (
+            f"{region} and {', '.join(apart)} don't hear each other: after a failure of {self._ledger.leader} its vote "
+            f"would help nobody. Mend the link first: `diloco-node status {region}` says what is wrong with it"
+        )
 
     def _departure_fault(self, body: MembershipBody) -> str:
         """Say what is wrong with a change while another one waits for an open round; empty if none does."""

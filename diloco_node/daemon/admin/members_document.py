@@ -34,6 +34,7 @@ class MemberSigns:
         witness_fault: why the bucket of the witness does not answer; empty: it does.
         catch_up: how far this region is behind, see `CatchUp`; empty: it is not.
         is_over: the run is finished.
+        reported: the others that are heard by a region which is heard here.
     """
 
     region: str
@@ -46,11 +47,12 @@ class MemberSigns:
     witness_fault: str = ""
     catch_up: str = ""
     is_over: bool = False
+    reported: frozenset[str] = frozenset()
 
     @property
     def there(self) -> frozenset[str]:
         """The regions that are there."""
-        return self.heard | {self.region}
+        return self.heard | {self.region} | self.reported
 
 
 class MemberDates:
@@ -119,6 +121,8 @@ def _state(name: str, line: Membership, signs: MemberSigns, *, has_folder: bool)
     if not has_folder and line.since:  # before genesis no folder counts
         return _lack(name, signs)
     there = "there, ready for a vote" if line.kind is MemberKind.CONTRIBUTOR else "there"
+    if name not in {*signs.heard, signs.region}:
+        there = f"there, but not heard by {signs.region}"
     return there if name in signs.there else "away"
 
 

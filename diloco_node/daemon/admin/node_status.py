@@ -91,4 +91,5 @@ class NodeStatus:
             node.witness.fault,
             node.catch_up.text,
             bool(view.finished),
+            frozenset(name for peer in view.peers if peer.is_alive for name in peer.hears),
         )

@@ -375,7 +375,9 @@ class LearnerProxy:
         self._send(learner_link.SnapshotRequested(order.fragment, order.version, order.base_version))
 
     def stop(self, reason: str, versions: tuple[int, ...]) -> None:
-        """The run is over, at these versions; a peer may have chosen the words."""
+        """The run is over, at these versions; a peer may have chosen the words. One without its welcome is refused."""
+        if self.status is None:
+            return
         self._send(learner_link.Stop(escaped(reason), versions))
 
     def has_restarted_since(self, incarnation: int) -> bool:

@@ -20,6 +20,9 @@ def test_each_member_has_a_row_and_the_run_says_what_it_bears() -> None:
     founders = Roster.of_voters("abc", {"a": b"a" * 16, "b": b"b" * 16}, since=2)
     disks.begin(founders.changed(MembershipBody("d", "contributor", "d:1"), 7), 7)
     document = members_document(disks, MemberSigns("a", frozenset("b"), since_unix={"d": 5.0}))
+    seen = members_document(disks, MemberSigns("d", frozenset("a"), reported=frozenset("ab")))
+    assert seen["rows"][1]["state"] == "there, but not heard by d"
+    assert seen["tolerance"].startswith("3 voters, 2 must be there; no vote comes from c: the next failure")
     over = members_document(disks, MemberSigns("a", is_over=True))["tolerance"]
     assert over == "the run is finished: nothing is merged any more"
     assert document["changes"] == 1

@@ -265,6 +265,12 @@ def test_a_script_that_wants_the_end_votes_for_its_region(bench: Bench) -> None:
     assert bench.take() == [FinishOrdered("the loss is flat", is_order=False)]
 
 
+def test_a_learner_without_its_welcome_is_told_no_end(bench: Bench) -> None:
+    """It would take that for another protocol, dial anew, and miss the refusal that follows."""
+    bench.side.stop("removed", ())
+    assert bench.said == []
+
+
 def test_the_last_word_of_a_learner_is_kept(bench: Bench) -> None:
     bench.side.on_attach(attach(), 1, ())
     bench.side.stop("steps_max", (4, 7))
