@@ -128,7 +128,7 @@ def test_what_a_script_has_frozen_for_the_garbage_collector_is_named(folder: Pat
                 with torch.no_grad():
                     Mine.teacher.weight.add_(0.1)
                 warnings = loop.checkpoint()
-        (text,) = (text for text in warnings if "no checkpoint keeps" in text)
+        text = "".join(warnings)
         for name in ("a GradScaler", "the position of a StepLR", "a Linear outside of what attach() was given"):
             assert name in text
         assert scaler.is_enabled()

@@ -337,7 +337,13 @@ class DeviceLane:
             with torch.no_grad():
                 values = self._tensors.in_place(stretch.slabs)
                 new, anchor = room.slab_views(stretch, values)
+                followed = self._tensors.followed
+                rows = [row for row in zip(stretch.slabs, values, new, strict=True) if row[1].numel()]
+                buffers = [row for row in rows if not isinstance(followed[row[0].piece.name], torch.nn.Parameter)]
+                least = [torch.minimum(value, target) for _, value, target in buffers]
                 _shift(values, new, anchor if is_anchored else None, carry_factor)
+                for (_, value, _), floor in zip(buffers, least, strict=True):  # as `slab_values.carry` keeps the sign
+                    value.copy_(torch.where((value < 0.0) & (floor.min() >= 0.0), floor, value))
                 self._tensors.follow(stretch.slabs)
             if has_streams(stretch.device):
                 room.reads[stretch.device] = event = record_event(stretch.device)
