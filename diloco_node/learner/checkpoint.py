@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -35,6 +36,8 @@ from diloco_node.learner.generators import generator_states, restore_generators
 from diloco_node.learner.layouts.capture import relax_capture
 from diloco_node.learner.layouts.device import has_streams, record_event
 from diloco_node.learner.layouts.page_locked import page_locked
+from diloco_node.learner.layouts.tensors import local_part
+from diloco_node.learner.leaving import failure
 from diloco_node.learner.nested import flatten, unflatten
 from diloco_node.learner.optimizer_parts import Json, Kept, OptimizerParts
 from diloco_node.learner.schedules import lowers_rates, place_schedule
@@ -194,7 +197,8 @@ class Checkpoint:
                 optimizer.restore([self.kept(), *siblings], is_lowered=is_lowered)
             for name, component in stateful.items():
                 if name in self.stateful:
-                    state = unflatten(self.stateful[name], self.tensors)
+                    own = cache(partial(_own_tensors, name, component))
+                    state = unflatten(self.stateful[name], self.tensors, own)
                     component.load_state_dict(place_schedule(component, state))
             if news := sorted(stateful.keys() - self.stateful.keys()):
                 spares = sorted(self.stateful.keys() - stateful.keys())
@@ -214,6 +218,7 @@ class CheckpointWriter:
 
     Args:
         place: of the rank among its region's, as in the names of its files.
+        warn: tells people, from the thread, what no later checkpoint mends; once.
 
     Attributes:
         written: age of what was saved last, when it is on disk; None until then, and if it could not be written.
@@ -221,13 +226,21 @@ class CheckpointWriter:
             as expected.
     """
 
-    def __init__(self, folder: Path, place: RankPlace = ALONE, *, took_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        place: RankPlace = ALONE,
+        *,
+        took_s: float = 0.0,
+        warn: Callable[[str], None] = log.warning,
+    ) -> None:
         self.written: tuple[int, int] | None = None
         self.took_s = took_s
         self._folder = folder
         self._place = place
         self._thread: threading.Thread | None = None
         self._copies: dict[str, Tensor] = {}
+        self._warn, self._has_told = warn, False
 
     @property
     def copies(self) -> Collection[Tensor]:
@@ -264,10 +277,8 @@ class CheckpointWriter:
         moments = None if optimizer is None else optimizer.keep()
         tensors = {} if moments is None else moments.tensors
         generators = flatten(_GENERATORS, generator_states(), tensors)
-        states = {
-            name: flatten(f"{_STATEFUL}.{name}", component.state_dict(), tensors)
-            for name, component in stateful.items()
-        }
+        states = {name: _state_of(name, component, tensors) for name, component in stateful.items()}
+        tensors = {name: local_part(tensor) for name, tensor in tensors.items()}
         absent = {
             name: tensor
             for name, tensor in tensors.items()
@@ -316,7 +327,7 @@ class CheckpointWriter:
         before = self._copies[name] if self._has_room(name, tensor) else None
         if before is None:
             before = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        return before.copy_(tensor.detach(), non_blocking=before.is_pinned())
+        return before.copy_(tensor, non_blocking=before.is_pinned())
 
     def _write(
         self,
@@ -333,9 +344,32 @@ class CheckpointWriter:
             write_checkpoint(self._folder, checkpoint, self._place, whole=whole)
             self.took_s = time.monotonic() - begun_s
             self.written = (checkpoint.progress.incarnation, checkpoint.progress.step)
-        except (OSError, SafetensorError, LearnerError) as error:
+        except Exception as error:  # noqa: BLE001 - a thread that dies in silence leaves a run without checkpoints
             self.took_s = math.inf  # a disk that refuses is not to be asked every two seconds
-            log.warning("learner checkpoint not written, training goes on: %s", error)
+            if isinstance(error, OSError | SafetensorError | LearnerError) or self._has_told:
+                log.warning("learner checkpoint not written, training goes on: %s", error)
+            else:
+                self._has_told = True
+                self._warn(f"no checkpoint of this learner can be written, training goes on: {failure(error).reason}")
+
+
+def _state_of(name: str, component: Stateful, tensors: dict[str, Tensor]) -> Any:
+    """The state of a part of the loop, as `nested.flatten`. Raises LearnerError: it gives none that can be kept."""
+    try:
+        return flatten(f"{_STATEFUL}.{name}", component.state_dict(), tensors)
+    except LearnerError:
+        raise
+    except Exception as error:
+        raise LearnerError(
+            f"state_dict() of stateful {name!r} fails with {failure(error).reason}. Mend it, or leave this part out "
+            "of attach(stateful=...)"
+        ) from error
+
+
+def _own_tensors(name: str, component: Stateful) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    _state_of(name, component, tensors)
+    return tensors
 
 
 def _copied(tensors: Iterable[Tensor]) -> list[Any]:

@@ -38,6 +38,7 @@ from diloco_node.learner.checkpoint import (
 from diloco_node.learner.generators import as_stateful
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, local_part
+from diloco_node.learner.leaving import failure
 from diloco_node.learner.loop_state import LoopState
 from diloco_node.learner.model_state import unnoticed
 from diloco_node.learner.optimizer_parts import OptimizerParts
@@ -115,7 +116,7 @@ class Checkpointing:
         if self.optimizer is not None:
             self._parts = OptimizerParts(self.optimizer, tensors, shards, ranks.rank)
         expected_s = MOMENT_BYTES * sum(local_part(tensor).numel() for tensor in tensors.names) / BYTES_PER_S
-        self._writer = CheckpointWriter(folder, RankPlace(ranks.rank, ranks.size), took_s=expected_s)
+        self._writer = CheckpointWriter(folder, RankPlace(ranks.rank, ranks.size), took_s=expected_s, warn=self._warn)
         listing = json.dumps([name.text for name in newest_first(folder)]).encode()
         progress = NO_PROGRESS
         for group in _groups([_names(text) for text in ranks.all_bytes(listing)]):
@@ -198,8 +199,8 @@ class Checkpointing:
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank could write one now."""
-        return self._writer is None or not self._writer.is_busy
+        """Whether this rank could write one now; never again, once its state can't be kept: all ranks need theirs."""
+        return self._writer is not None and not self._writer.is_busy
 
     @property
     def is_due(self) -> bool:
@@ -230,8 +231,9 @@ class Checkpointing:
                 is_copied = self._writer.save(
                     progress, self._parts, self.stateful, whole=self._whole, is_waiting=is_waiting
                 )
-        except LearnerError as error:
-            self._warn(f"no checkpoints of this learner, a restart begins its state anew: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever an optimizer of the script's raises, training goes on
+            cause = error if isinstance(error, LearnerError) else failure(error).reason
+            self._warn(f"no checkpoints of this learner, a restart begins its state anew: {cause}")
             self._writer = None
             return
         if not is_copied:

@@ -26,7 +26,7 @@ from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.process_signals import TerminateFlag
 from diloco_node.learner.rank_exchange import RankExchange
-from diloco_node.learner.ranks import NO_ORDERS, Orders, Ranks
+from diloco_node.learner.ranks import NO_ORDERS, WAITING, Orders, Ranks
 from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.run_clock import RunClock, StepTimer
 from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
@@ -144,8 +144,8 @@ class LearnerSession:
         assert self._fragments is not None
         return self._fragments
 
-    def join(self, is_stopping: Callable[[], bool]) -> Welcome | None:
-        """Wait for the daemon's Welcome. None if `is_stopping` says so first.
+    def join(self, is_stopping: Callable[[], bool], tell_waiting: Callable[[], object]) -> Welcome | None:
+        """Wait for the daemon's Welcome. None if `is_stopping` says so first. Calls `tell_waiting` now and then.
 
         Raises LearnerError: the daemon refuses this learner, or cuts the model in another way.
         """
@@ -166,6 +166,7 @@ class LearnerSession:
             if time.monotonic() - noted_s > NOTE_EVERY_S:
                 noted_s = time.monotonic()
                 log.info("waiting for the daemon")
+                tell_waiting()
 
     def hear(self) -> bool:
         """Take in what the daemon has told: `stop_reason`, `run_clock`. Returns whether it has asked for something.
@@ -438,10 +439,11 @@ class LearnerSession:
 def join(session: LearnerSession | None, ranks: Ranks, is_stopping: Callable[[], bool]) -> Welcome | None:
     """The daemon's Welcome on every rank; only rank 0 has a session. None if `is_stopping` says so first.
 
-    Raises LearnerError: as `LearnerSession.join`.
+    Raises LearnerError: as `LearnerSession.join`; another rank is gone.
     """
-    welcome = session.join(is_stopping) if session is not None else None
-    body = ranks.share_bytes(b"" if welcome is None else TO_LEARNER.encode(welcome))
+    welcome = session.join(is_stopping, lambda: ranks.share_bytes(WAITING)) if session is not None else None
+    while (body := ranks.share_bytes(b"" if welcome is None else TO_LEARNER.encode(welcome))) == WAITING:
+        pass
     if not body:
         return None
     message = TO_LEARNER.decode(body)

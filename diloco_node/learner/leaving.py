@@ -117,7 +117,7 @@ class EndWish:
 def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None], foreign: str = "") -> bool:
     """Pass the wish on, and leave the final parameters in the model if the run is over; whether it holds them.
 
-    All ranks call it.
+    All ranks call it. Where the script has ended their process group, they hold what their last step has left.
 
     foreign: what the script wrote to the model after its last step, in words; it is told that this is replaced.
 
@@ -125,6 +125,10 @@ def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None], foreig
         LearnerError: another rank is gone, or the daemon refuses this learner.
     """
     ranks, fragments, session = boundaries.ranks, boundaries.fragments, boundaries.session
+    if not ranks.can_meet:  # what the last step has left is known to each rank
+        if session is not None and boundaries.wish.reason:
+            session.want_end(boundaries.wish.reason)
+        return boundaries.wish.has_result
     boundaries.wish.pass_on(ranks, session)
     versions = () if session is None else session.final_versions
     if ranks.share_bytes(b"1" if versions else b"") != b"1":

@@ -94,6 +94,7 @@ class LoopState:
         member_values = [tensor for module in modules for tensor in _values_of(module).values()]
         # Of all that a checkpoint keeps; what it holds lives as long as the loop.
         self._member_ids = {id(item) for item in (*members, *modules, *member_values)}
+        self._member_shards = [item for item in (*members, *member_values) if is_sharded(item) and _is_plain(item)]
         # What is in `stateful`, and no schedule, scaler or module, may know where the data are.
         self._has_position = any(
             not isinstance(_inner(item), (*PARTS, torch.Generator, KeptGenerator)) for item in stateful.values()
@@ -214,9 +215,8 @@ class LoopState:
         So have averages in a dictionary, and the best weights so far.
         """
         matrices = [value for value in self._tensors.followed.values() if value.dim() > 1 and _is_plain(value)]
-        if not matrices:
+        if (largest := max(matrices, key=Tensor.numel, default=None)) is None:
             return None
-        largest = max(matrices, key=Tensor.numel)
         gifts = [(gift(), writes) for gift, writes in self._gifts]
         ids = {id(item) for item in self._tensors.names}
         ids |= {id(item) for item, writes in gifts if item is not None and _writes_to(item) == writes}
@@ -224,8 +224,9 @@ class LoopState:
         # Versions on their way look like the model, and another stream writes them.
         ids |= {id(tensor) for item in living if type(item) is Room for tensor in item.tensors()}
         own, shape = sample_of(largest), local_part(largest).shape
-        # Memory of the model itself, and 0 where it was freed.
-        places = {0, *(local_part(value).data_ptr() for value in self._tensors.followed.values() if _is_plain(value))}
+        # Memory of the model itself and of DTensors that are kept, and 0 where it was freed.
+        values = [*self._tensors.followed.values(), *self._member_shards]
+        places = {0, *(local_part(value).data_ptr() for value in values if _is_plain(value))}
 
         def loose_sample(item: Tensor) -> list[Tensor]:
             is_loose = _is_plain(item) and not item.requires_grad and item.data_ptr() not in places
@@ -298,14 +299,13 @@ class LoopState:
     def _moment_ids(self) -> set[int]:
         """Ids of the tensors of the optimizer's state, which a checkpoint keeps."""
         states = [] if self._optimizer is None else [inner.state.values() for inner in inner_of(self._optimizer)]
-        return {id(value) for state in states for values in state for value in values.values()}
+        return {id(value) for state in states for item in state if isinstance(item, dict) for value in item.values()}
 
     def _attributes_now(self) -> dict[tuple[str, int], Tensor]:
         """Return samples of what optimizers have beside their states and may be moments, by name and number."""
         samples: dict[tuple[str, int], Tensor] = {}
         for member in [] if self._optimizer is None else inner_of(self._optimizer):
-            nothing: dict[tuple[str, int], Tensor] = {}
-            samples |= _ask(self._attributes_of, member, nothing)
+            samples |= _ask(self._attributes_of, member, dict[tuple[str, int], Tensor]())
         return samples
 
     def _attributes_of(self, optimizer: torch.optim.Optimizer) -> dict[tuple[str, int], Tensor]:

@@ -1,7 +1,8 @@
 """Nested Python values as JSON and tensors, and back: what a loop wants kept is seldom JSON alone. Never pickle.
 
 Plain JSON stays itself. Everything else becomes an object with the key "$", which names its kind. Tensors and arrays
-are put beside it by name. Dictionaries come back as `dict` with their keys, whatever mapping they were.
+are put beside it by name. Dictionaries come back as `dict` with their keys, whatever mapping they were. The part on
+this rank stands for a DTensor; it comes back where the same part lies.
 """
 
 from __future__ import annotations
@@ -16,8 +17,15 @@ import torch
 from torch import Tensor
 
 from diloco_node.errors import LearnerError
+from diloco_node.learner.layouts.tensors import boxes_of, is_sharded, local_part
 
 DEPTH_MAX: Final = 64
+WIDE: Final = (torch.complex128, torch.complex32)
+"""Types that safetensors has no name for; they are kept as pairs of real numbers."""
+
+_COMPLEX: Final = "complex "
+_SHARD: Final = "shard"
+_ARRAYS: Final = ("tensor", "array", f"{_COMPLEX}tensor", f"{_COMPLEX}array", _SHARD)
 _KIND: Final = "$"
 _VALUE: Final = "v"
 
@@ -49,12 +57,64 @@ def _tag(kind: str, value: Any) -> dict[str, Any]:
 
 
 def _flatten_array(label: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return _tag("tensor", _put(label, value, tensors))
-    try:
-        return _tag("array", _put(label, torch.from_numpy(value.copy()), tensors))
-    except TypeError as error:
-        raise LearnerError(f"{label} can't be kept in a checkpoint: {error}") from error
+    kind = "tensor"
+    if not isinstance(value, Tensor):
+        try:
+            kind, value = "array", torch.from_numpy(value.copy())
+        except TypeError as error:
+            raise LearnerError(f"{label} can't be kept in a checkpoint: {error}") from error
+    if is_sharded(value):
+        return _tag(_SHARD, [_put(label, value, tensors), *_place(label, value)])
+    check_plain(label, value)
+    if value.dtype in WIDE:
+        return _tag(_COMPLEX + kind, _put(label, torch.view_as_real(value.detach().resolve_conj()), tensors))
+    return _tag(kind, _put(label, value, tensors))
+
+
+def check_plain(label: str, tensor: Tensor) -> None:
+    """Raise LearnerError: it is no dense tensor with values of its own, as a checkpoint keeps."""
+    is_plain = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
+    if tensor.is_meta or not is_plain:
+        kind = "a tensor without values (meta)" if tensor.is_meta else f"a {tensor.layout} tensor of {tensor.dtype}"
+        raise LearnerError(
+            f"{label} can't be kept in a checkpoint: it is {kind}, and only dense ones can, not quantised or nested: "
+            "have state_dict() return a dense one, or leave it out"
+        )
+
+
+def _place(name: str, tensor: Tensor) -> list[Any]:
+    """Where the part of a DTensor on this rank lies, as JSON: its whole shape, and offsets and sizes of its boxes."""
+    boxes = [[list(box.offsets), list(box.sizes)] for box in boxes_of(name, tensor)]
+    return [list(tensor.shape), boxes]
+
+
+def cut_like(like: Any, local: Tensor) -> Tensor:
+    """Return a DTensor that is cut as another, of the values on this rank."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local.to(local_part(like).device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )
+
+
+def _array(kind: str, value: Any, tensors: Mapping[str, Tensor], own: Callable[[], Mapping[str, Tensor]]) -> Any:
+    if kind == _SHARD:
+        return _cut(value, tensors, own)
+    tensor = torch.view_as_complex(tensors[value]) if kind.startswith(_COMPLEX) else tensors[value]
+    return tensor if kind.endswith("tensor") else tensor.numpy()
+
+
+def _cut(fields: list[Any], tensors: Mapping[str, Tensor], own: Callable[[], Mapping[str, Tensor]]) -> Tensor:
+    name, *place = fields
+    like = own().get(name)
+    here = None if like is None or not is_sharded(like) else _place(name, like)
+    if like is None or here != place:
+        now = "it is not cut over ranks" if here is None else f"this rank has {here[1]} of {here[0]}"
+        raise ValueError(
+            f"of {name} the part {place[1]} (offsets, sizes) of {place[0]} was kept for this rank, now {now}: start "
+            "with the ranks and the sharding as before"
+        )
+    return cut_like(like, tensors[name])
 
 
 def _put(name: str, tensor: Tensor, tensors: dict[str, Tensor]) -> str:
@@ -87,23 +147,26 @@ def _flatten_container(label: str, value: Any, tensors: dict[str, Tensor]) -> An
     )
 
 
-def unflatten(document: Any, tensors: Mapping[str, Tensor]) -> Any:
+def unflatten(document: Any, tensors: Mapping[str, Tensor], own: Callable[[], Mapping[str, Tensor]] = dict) -> Any:
     """Return the value that `flatten` was given.
 
-    Raises KeyError, ValueError, TypeError: the document is none of `flatten`, or a tensor is missing.
+    own: returns the tensors that `flatten` finds here now, under the same label; DTensors are cut like those.
+
+    Raises KeyError, ValueError, TypeError: the document is none of `flatten`, a tensor is missing, or of a DTensor
+    another part lies here.
     """
     if isinstance(document, list):
-        return [unflatten(item, tensors) for item in document]
+        return [unflatten(item, tensors, own) for item in document]
     if not isinstance(document, dict):
         return document
     if _KIND not in document:
-        return {key: unflatten(item, tensors) for key, item in document.items()}
+        return {key: unflatten(item, tensors, own) for key, item in document.items()}
     kind, value = document[_KIND], document[_VALUE]
-    if kind in ("tensor", "array"):
-        return tensors[value] if kind == "tensor" else tensors[value].numpy()
+    if kind in _ARRAYS:
+        return _array(kind, value, tensors, own)
     if kind == "dict":
-        return {unflatten(key, tensors): unflatten(item, tensors) for key, item in value}
-    return _PLAIN[kind](unflatten(value, tensors))
+        return {unflatten(key, tensors, own): unflatten(item, tensors, own) for key, item in value}
+    return _PLAIN[kind](unflatten(value, tensors, own))
 
 
 _PLAIN: Final[dict[str, Callable[[Any], Any]]] = {

@@ -20,6 +20,7 @@ from torch import Tensor
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.shard_map import Box, ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
+from diloco_node.learner.nested import check_plain, cut_like, flatten, unflatten
 from diloco_node.learner.schedules import Changes, is_same, script_settings, take_settings, tell_changes
 from diloco_node.learner.several_optimizers import (
     findings_of,
@@ -42,9 +43,9 @@ class Kept:
 
     Attributes:
         tensors: by `state.INDEX.KEY` or `group.INDEX.KEY`; what of them lies on the rank.
-        rest: what is no tensor; `state` by index, `param_groups`, and `kind`, the optimizer's class. `narrow`: class
-            and sign of those tensors that the optimizer holds in fewer bits; they are kept as floats. `script`: by
-            group what the script had set at `attach`.
+        rest: what is no tensor; `state` by index, `param_groups`, and `kind`, the optimizer's class. `extras`: state of
+            no parameter. `narrow`: class and sign of those tensors that the optimizer holds in fewer bits; they are
+            kept as floats. `script`: by group what the script had set at `attach`.
         names: of the parameters, by index; "" for one that is not merged. A second optimizer of one has a longer name.
         boxes: of those tensors that have a value for each of their parameter's.
     """
@@ -120,7 +121,12 @@ class OptimizerParts:
         tensors: dict[str, Tensor] = {}
         boxes: dict[str, Box] = {}
         document: Json = {"kind": kind, "state": {}, "param_groups": [], "narrow": {}, "script": self._script}
+        extras = {key: values for key, values in state["state"].items() if key not in range(len(self._parameters))}
+        if extras:  # belongs to no parameter
+            document["extras"] = flatten("extras", extras, tensors)
         for index, values in state["state"].items():
+            if index in extras:
+                continue
             prefix = f"state.{index}"
             document["state"][str(index)] = _split(prefix, values, tensors)
             box, shape = self._boxes[index], local_part(self._parameters[index]).shape
@@ -129,6 +135,7 @@ class OptimizerParts:
             for name in [f"{prefix}.{key}" for key, value in values.items() if isinstance(value, Tensor)]:
                 _check_state(f"{name} of {self._names[index]!r}", tensors[name], self._parameters[index])
                 local = tensors[name] = local_part(tensors[name])
+                check_plain(f"optimizer {name} of {self._names[index]!r}", local)
                 if type(local) is not Tensor:
                     document["narrow"][name] = [type(local).__name__, bool(getattr(local, "signed", True))]
                 if box is not None and local.shape == shape:
@@ -188,6 +195,7 @@ class OptimizerParts:
         for place, values in state.items():
             parameter = self._parameters[place].detach()
             values |= {key: torch.zeros_like(parameter) for key in additions[place] if key not in values}
+        state |= unflatten(first.rest.get("extras", {}), first.tensors)
         load_state(self._optimizer, {"state": state, "param_groups": groups})
         tell_changes(changes)
 
@@ -334,16 +342,8 @@ def _joined(label: str, box: Box, pieces: Sequence[tuple[Box, Tensor]]) -> Tenso
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
     """A state of the parameter's kind."""
-    if not is_sharded(parameter):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    dtensor: Any = parameter
-    device = local_part(parameter).device
     # What an optimizer loads it makes of the parameter's type, unless it is a count.
-    return DTensor.from_local(
-        local.to(device), dtensor.device_mesh, dtensor.placements, shape=parameter.shape, stride=parameter.stride()
-    )
+    return cut_like(parameter, local) if is_sharded(parameter) else local
 
 
 def _split(prefix: str, values: Json, tensors: dict[str, Tensor]) -> Json:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,12 @@ PART_UNITS: Final = 1 << 32
 
 MEET_S: Final = 300.0
 """For ranks that go into one call, each when it is done with what it did before: evaluations, files."""
+
+WAITING: Final = b"?"
+"""Rank 0's word for the others while there is no Welcome: none of them waits for hours in one call."""
+
+PATIENCE: Final = timedelta(minutes=30)
+"""For ranks in one step, at least: rank 0 may evaluate meanwhile. The connection of a rank that dies ends at once."""
 
 _HEAD: Final = 10
 """Integers of the vector before those of each fragment."""
@@ -95,6 +101,11 @@ def among_ranks() -> Iterator[None]:
     """Torch's errors within it are LearnerErrors that say what to do."""
     try:
         yield
+    except ValueError as error:
+        raise LearnerError(
+            f"the process group of this region's ranks has ended ({first_line(error)}): call "
+            "torch.distributed.destroy_process_group() after the `with` block, or after close()"
+        ) from error
     except RuntimeError as error:
         raise LearnerError(
             f"another rank of this region has ended or does not answer ({first_line(error)}). Its own log says why; "
@@ -102,9 +113,18 @@ def among_ranks() -> Iterator[None]:
         ) from error
 
 
-def first_line(error: RuntimeError) -> str:
-    """Return Gloo's message without its stack."""
+def first_line(error: Exception) -> str:
+    """Return torch's message without its stack."""
     return str(error).partition("\n")[0][:300]
+
+
+def _new_group() -> Any:
+    """A group that waits as long as the script's own does, and no less than `PATIENCE`."""
+    world: Any = dist.group.WORLD
+    backends = [world._get_backend(device) for device in getattr(world, "_device_types", ())]
+    options: list[Any] = [getattr(backend, "options", None) for backend in backends]
+    own: list[timedelta] = [item._timeout for item in options if hasattr(item, "_timeout")]
+    return dist.new_group(backend="gloo", timeout=max([PATIENCE, *own]))
 
 
 class Ranks:
@@ -126,8 +146,8 @@ class Ranks:
             )
         self.rank = dist.get_rank() if is_ready else 0
         # A collective call: all ranks attach. The second one is for the thread that carries parameters.
-        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
-        self.bulk_group = dist.new_group(backend="gloo") if self.size > 1 else None
+        self._group: Any = _new_group() if self.size > 1 else None
+        self.bulk_group: Any = _new_group() if self.size > 1 else None
 
     @property
     def is_first(self) -> bool:
@@ -232,13 +252,14 @@ class Ranks:
         """
         if self.size == 1:
             return
-        try:
-            dist.monitored_barrier(self._group, timedelta(seconds=MEET_S), wait_all_ranks=True)
-        except RuntimeError as error:
-            raise LearnerError(
-                f"{call} waits for all ranks of the region, and not all of them came to it within {MEET_S:.0f} s: call "
-                f"it on every rank, not on rank 0 alone. Torch says: {first_line(error)}"
-            ) from error
+        with among_ranks():
+            try:
+                dist.monitored_barrier(self._group, timedelta(seconds=MEET_S), wait_all_ranks=True)
+            except RuntimeError as error:
+                raise LearnerError(
+                    f"{call} waits for all ranks of the region, and not all of them came to it within {MEET_S:.0f} s: "
+                    f"call it on every rank, not on rank 0 alone. Torch says: {first_line(error)}"
+                ) from error
 
     def all_bytes(self, data: bytes) -> list[bytes]:
         """The bytes of every rank, on every rank."""

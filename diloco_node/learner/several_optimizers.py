@@ -167,6 +167,11 @@ class SeveralOptimizers(torch.optim.Optimizer):
         for member in self.parts:
             at = sum(len(group["params"]) for group in groups)
             member_state = member.state_dict()
+            if strangers := [key for key in member_state["state"] if not isinstance(key, int)]:
+                raise LearnerError(
+                    f"{kind_of(member)} has a state {strangers[0]!r} that belongs to no parameter: of several "
+                    "optimizers only the states of parameters can be kept. Put it into a group of the optimizer"
+                )
             state |= {at + number: values for number, values in member_state["state"].items()}
             groups += [
                 group | {"params": [at + number for number in group["params"]]}

@@ -433,6 +433,14 @@ class Rank:
     def close(self) -> None:
         self.diloco.close()
 
+    def end_group(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+    def finish(self) -> None:
+        self.diloco.finish("enough")
+
     def abandon(self) -> None:
         """Leave as a loop in a generator does that is closed, whenever its rank lets go of it."""
         self.diloco.__exit__(GeneratorExit, GeneratorExit(), None)

@@ -1,5 +1,7 @@
 """How often checkpoints are written, and which rank reads which file."""
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from diloco_node.errors import LearnerError
 from diloco_node.learner import checkpoint as checkpoint_module
 from diloco_node.learner import checkpointing as checkpointing_module
 from diloco_node.learner.checkpoint import FileName, RankPlace, TrainingProgress
@@ -14,6 +17,7 @@ from diloco_node.learner.checkpointing import Checkpointing, _groups
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.ranks import Ranks
+from diloco_node.learner.several_optimizers import as_one
 
 DIGEST = "ab" * 32
 PROGRESS = TrainingProgress(DIGEST, 1, 1001, 1, 7)
@@ -32,9 +36,18 @@ class Clock:
         return self.now_s
 
 
-def begun(folder: Path, *, every_s: float, values: int = 8) -> Checkpointing:
-    model = nn.Linear(values, 1, bias=False, device="meta" if values > 100 else "cpu")
-    checkpoints = Checkpointing(None, {}, every_s=every_s)
+def begun(
+    folder: Path,
+    *,
+    every_s: float,
+    values: int = 8,
+    model: nn.Linear | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    stateful: dict[str, Any] | None = None,
+    warn: Callable[[str], None] = print,
+) -> Checkpointing:
+    model = model or nn.Linear(values, 1, bias=False, device="meta" if values > 100 else "cpu")
+    checkpoints = Checkpointing(optimizer, stateful or {}, every_s=every_s, warn=warn)
     if values > 100:
         model.weight = nn.Parameter(torch.empty(1).expand(1, values))  # large, and without memory
     tensors = ModelTensors(model)
@@ -115,3 +128,73 @@ def test_checkpoints_that_take_long_are_rarer(tmp_path: Path, monkeypatch: pytes
         assert checkpoints.written_step == 1
         # It counts from the copy, and whoever measured looked at the clock three times since.
         assert expected_s - 3 * look_s <= pause_s(checkpoints, clock) <= expected_s + 0.5
+
+
+class Broken:
+    """A part of the loop whose state is of no use."""
+
+    def __init__(self, state: Callable[[], Any]) -> None:
+        self.state_dict = state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Nothing."""
+
+
+def raising() -> Any:
+    raise IndexError("planted")
+
+
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [
+        (raising, r"state_dict\(\) of stateful 'part' fails with IndexError: planted"),
+        (
+            lambda: {"v": torch.ones(2, 2).to_sparse()},
+            r"stateful\.part\.v can't be kept in a checkpoint: it is a torch.sp",
+        ),
+        (lambda: {"v": torch.ones(2, device="meta")}, r"stateful\.part\.v can't be kept .* without values"),
+    ],
+)
+def test_a_state_that_can_not_be_kept_ends_the_checkpoints_of_all_ranks_and_is_told(
+    state: Callable[[], Any], named: str, tmp_path: Path
+) -> None:
+    warnings: list[str] = []
+    checkpoints = begun(tmp_path, every_s=60, stateful={"part": Broken(state)}, warn=warnings.append)
+    checkpoints.save_now(PROGRESS)
+    checkpoints.save_now(PROGRESS)
+    (warning,) = warnings
+    assert re.search(rf"no checkpoints of this learner, a restart begins its state anew: {named}", warning)
+    assert not checkpoints.is_due
+    assert not checkpoints.is_idle, "no rank is to write for one that does not"
+
+
+def test_what_the_writing_thread_can_not_write_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Path:
+        raise KeyError("planted")
+
+    monkeypatch.setattr(checkpoint_module, "write_checkpoint", fail)
+    warnings: list[str] = []
+    checkpoints = begun(tmp_path, every_s=60, warn=warnings.append)
+    checkpoints.save_now(PROGRESS)
+    checkpoints.save_now(PROGRESS)
+    assert warnings == ["no checkpoint of this learner can be written, training goes on: KeyError: 'planted'"]
+    assert checkpoints.written_step == -1
+
+
+def test_a_state_of_an_optimizer_that_belongs_to_no_parameter_comes_back(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    for at in range(2):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        checkpoints = begun(tmp_path, every_s=60, model=model, optimizer=optimizer, warn=warnings.append)
+        others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        assert str(others) == ("{}" if at == 0 else "{'count': 3, 'ema': {'mean': tensor([2.])}}")
+        added: dict[Any, Any] = {"count": 3, "ema": {"mean": torch.full((1,), 2.0, device="cpu")}}
+        optimizer.state.update(added)
+        checkpoints.save_now(PROGRESS)
+        assert checkpoints.written_step == 1
+    assert not [text for text in warnings if "no checkpoint" in text]
+    both = as_one([optimizer, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)])
+    assert both is not None
+    with pytest.raises(LearnerError, match="SGD has a state 'count' that belongs to no parameter"):
+        both.state_dict()

@@ -2,8 +2,10 @@
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -11,7 +13,10 @@ from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.core.types import CarryMode, Codec, MergeRule
 from diloco_node.errors import LearnerError
 from diloco_node.learner import daemon_link as module
+from diloco_node.learner import daemon_session
 from diloco_node.learner.daemon_link import LearnerLink
+from diloco_node.learner.daemon_session import LearnerSession, join
+from diloco_node.learner.ranks import WAITING, Ranks
 from diloco_node.wire.learner_link import (
     LENGTH_BYTES,
     TO_DAEMON,
@@ -295,3 +300,36 @@ def test_bug_in_the_thread_is_raised_in_the_training_thread(daemon: Daemon, path
     with link.lock, pytest.raises(LearnerError, match="planted"):
         list(link.commands())
     link.close(0.0)
+
+
+class LateDaemon:
+    """Rank 0's session while the daemon has no answer for long."""
+
+    def join(self, _: Callable[[], bool], tell_waiting: Callable[[], object]) -> Any:
+        tell_waiting()
+        tell_waiting()
+        return WELCOME
+
+
+def test_the_others_hear_that_rank_0_still_waits_for_its_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[bytes] = []
+    first, second = Ranks(), Ranks()
+
+    def share(data: bytes) -> bytes:
+        said.append(data)
+        return data
+
+    monkeypatch.setattr(first, "share_bytes", share)
+    session: Any = LateDaemon()
+    assert join(session, first, lambda: False) == WELCOME
+    assert said[:2] == [WAITING] * 2
+    monkeypatch.setattr(second, "share_bytes", lambda data: said.pop(0))
+    assert join(None, second, lambda: False) == WELCOME
+    assert not said
+    monkeypatch.setattr(daemon_session, "NOTE_EVERY_S", 0.0)
+    monkeypatch.setattr(daemon_session, "LearnerLink", lambda *_: MagicMock(may_have_commands=False))
+    waits: list[int] = []
+    nothing: Any = None
+    alone = LearnerSession(Path(), Path(), nothing, b"", specs=(), shards=nothing, ranks=Ranks())
+    assert alone.join(lambda: len(waits) == 3, lambda: waits.append(0)) is None
+    assert len(waits) == 3

@@ -94,6 +94,8 @@ def test_other_mappings_come_back_as_dictionaries() -> None:
         ({"a": [object()]}, r"x\.a\.0 can't be kept in a checkpoint: it is a object"),
         (np.array(["text"]), "x can't be kept"),
         (1j, "it is a complex"),
+        ({"a": torch.ones(2, 2).to_sparse()}, r"x\.a can't be kept in a checkpoint: it is a torch.sparse_coo tensor"),
+        (torch.ones(2, device="meta"), r"x can't be kept in a checkpoint: it is a tensor without values"),
     ],
 )
 def test_what_can_not_be_kept_is_named(value: Any, what: str) -> None:
@@ -141,3 +143,19 @@ def test_a_checkpoint_on_disk_has_it(tmp_path: Path) -> None:
     assert fresh.state[0][1] == b"\0\xff"
     assert fresh.state[0][0].tolist()[1] == 1.0
     assert fresh.state[1] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_tensors_and_arrays_come_back_from_the_disk(dtype: torch.dtype, tmp_path: Path) -> None:
+    values = torch.tensor([[1 + 2j, -3j], [0.5, math.inf]], dtype=dtype, device="cpu")
+    loader = Loader({"tensor": values.conj(), "array": values.numpy()})
+    writer = CheckpointWriter(tmp_path)
+    writer.save(TrainingProgress("m", 1, 3, 3, 9), None, {"loader": loader}, is_waiting=True)
+    writer.wait()
+    found = read_newest(tmp_path, "m")
+    assert found is not None
+    fresh = Loader(None)
+    found.restore(None, {"loader": fresh}, rng=False)
+    assert torch.equal(fresh.state["tensor"], values.conj().resolve_conj())
+    assert fresh.state["tensor"].dtype == dtype
+    assert np.array_equal(fresh.state["array"], values.numpy())

@@ -1,11 +1,14 @@
 """What ranks say to one another, and how many there must be; tests/learner/test_sharded.py has real ones."""
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from diloco_node.errors import LearnerError
-from diloco_node.learner.ranks import Boundary, Orders, Ranks
+from diloco_node.learner.ranks import PATIENCE, Boundary, Orders, Ranks, _new_group, among_ranks
 from diloco_node.wire.learner_link import (
     ShardsGiven,
     SnapshotRequested,
@@ -25,7 +28,7 @@ def test_a_group_of_fewer_ranks_than_were_started_is_refused(monkeypatch: pytest
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: size)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "new_group", lambda backend: None)
+    monkeypatch.setattr(dist, "new_group", lambda **how: None)
     for launched in ("4", "8"):
         monkeypatch.setenv("WORLD_SIZE", launched)
         with pytest.raises(
@@ -67,3 +70,21 @@ def test_one_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ranks.all_bytes(b"welcome") == [b"welcome"]
     assert ranks.share_bytes(b"welcome") == b"welcome"
     ranks.close()
+
+
+@pytest.mark.parametrize(("own", "waits"), [(timedelta(hours=5), timedelta(hours=5)), (timedelta(seconds=9), PATIENCE)])
+def test_ranks_wait_for_one_another_as_long_as_the_script_says(own: timedelta, waits: timedelta) -> None:
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=own)
+    try:
+        backend: Any = _new_group()._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == waits
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_that_the_script_has_ended_is_named() -> None:
+    with (
+        pytest.raises(LearnerError, match=r"process group of this region's ranks has ended .* after close\(\)"),
+        among_ranks(),
+    ):
+        dist.broadcast(torch.zeros(1), 0)

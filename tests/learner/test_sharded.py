@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from diloco_node.core.types import Codec
+from diloco_node.learner.checkpoint import newest_first
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.storage.trained import read_trained
 from diloco_node.wire.frozen_listing import frozen_difference, pack_frozen
-from diloco_node.wire.learner_link import OfferApplied, RunAdvanced, SnapshotReady, Warned
+from diloco_node.wire.learner_link import EndWanted, OfferApplied, RunAdvanced, SnapshotReady, Warned
 from tests.kit.fake_daemon import PATIENCE_S, Done, FakeDaemon
 from tests.kit.shard_layouts import cut
 from tests.kit.shard_ranks import Groups, Ranks, digest, run_program, states
@@ -247,6 +248,22 @@ def test_a_region_of_which_another_rank_was_asked_to_stop_is_not_done(tmp_path: 
         ranks.ask(do="step", count=1)
         ranks.ask(do="close")
         assert not [one for one in daemon.said if isinstance(one, Done)]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_script_that_ends_its_process_group_before_the_block_is_done(layout: str, tmp_path: Path) -> None:
+    with Ranks(2) as ranks, MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path) as daemon:
+        ranks.attach(layout, tmp_path, optimizer=True)
+        ranks.ask(do="step", count=2)
+        ranks.ask(do="end_group")
+        error = ranks.ask_one(1, do="fail", at="settle")["error"]
+        assert "call torch.distributed.destroy_process_group() after the `with` block" in error
+        ranks.ask_one(0, do="finish")
+        ranks.ask(do="close")
+        assert daemon.wait_for(EndWanted).reason == "enough"
+        assert daemon.wait_for(Done).step == 2
+        folder = tmp_path / "learner" / "checkpoints"
+        assert {(name.step, name.place.rank) for name in newest_first(folder)} >= {(2, 0), (2, 1)}
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "fsdp-masters"])

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.attach import attach
+from diloco_node.learner.checkpoint import CheckpointWriter, TrainingProgress
 from diloco_node.learner.layouts.shard_map import Box, ShardMap
-from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded
+from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
 from diloco_node.learner.loop_state import LoopState
 from diloco_node.learner.model_watch import ModelWatch
 from diloco_node.learner.optimizer_parts import Kept, OptimizerParts
 from diloco_node.learner.tensor_forms import check_not_replaced
+from tests.kit.learner_kit import read_newest
 
 RANKS, RANK = 4, 3
 
@@ -244,3 +247,37 @@ def test_fsdp1_is_refused(use_orig_params: bool) -> None:
     model = FullyShardedDataParallel(build(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
     with pytest.raises(LearnerError, match="fully_shard"):
         ModelTensors(nn.Sequential(model))
+
+
+def test_a_sharded_module_in_stateful_comes_back_where_the_same_part_of_it_lies(tmp_path: Path) -> None:
+    average = sharded()
+    kept = [local_part(one).clone() for one in average.parameters()]
+    writer = CheckpointWriter(tmp_path)
+    writer.save(TrainingProgress("m", 1, 3, 3, 9), None, {"average": average}, is_waiting=True)
+    for one in average.parameters():
+        local_part(one).zero_()
+    writer.wait()
+    found = read_newest(tmp_path, "m")
+    assert found is not None
+    again = sharded()
+    found.restore(None, {"average": again}, rng=False)
+    for one, values in zip(again.parameters(), kept, strict=True):
+        assert torch.equal(local_part(one), values)
+    wider = shard(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 12)))
+    for other, now in ((build(), "it is not cut over ranks"), (wider, r"this rank has .* of \[12\]")):
+        with pytest.raises(LearnerError, match=rf"of stateful\.average\.\S+ the part .* was kept .*, now {now}: start"):
+            found.restore(None, {"average": other}, rng=False)
+
+
+def test_a_sharded_average_that_a_checkpoint_keeps_is_not_named() -> None:
+    model = sharded()
+    average = sharded()
+    average.load_state_dict(model.state_dict())
+    warnings: list[str] = []
+    state = LoopState(ModelTensors(model), {"average": average}, warnings.append)
+    for _ in range(4):
+        with torch.no_grad():
+            for one in average.parameters():
+                local_part(one).add_(0.0001)
+        state.look()
+    assert not [text for text in warnings if "copies of the parameters" in text]
