@@ -51,7 +51,7 @@ class MemberChanges:
     """The operator of one run.
 
     Args:
-        honest: regions of which everything is demanded: kept to the members that are there.
+        honest: regions of which everything is demanded: kept to the members that are there and no liars.
 
     Attributes:
         ordered: how often, by kind. is_over: no further orders.
@@ -87,7 +87,7 @@ class MemberChanges:
                 host.leave()
                 if is_member:  # added again before it had read so
                     self._world.after(SECOND, None, self._start, name)
-            if is_member and not host.is_absent:
+            if is_member and not host.is_absent and name not in self._checkers.liars:
                 self._honest[name] = host
             else:
                 self._honest.pop(name, None)
