@@ -444,8 +444,6 @@ def test_exception_in_the_last_checkpoint_is_told_and_ends_no_learner(folder: Pa
         diloco.close()
         text = daemon.wait_for(Warned).text
         assert "state_dict() of stateful 'data' fails with ZeroDivisionError: no position" in text
-            "state_dict() of stateful 'data' fails with ZeroDivisionError: no position" in daemon.wait_for(Warned).text
-        )
         assert daemon.wait_for(Done).step == 1
         assert signal.getsignal(signal.SIGTERM) == before
         diloco.close()
