@@ -149,7 +149,7 @@ def raising() -> Any:
     [
         (raising, r"state_dict\(\) of stateful 'part' fails with IndexError: planted"),
         (
-            lambda: {"v": torch.ones(2, 2).to_sparse()},
+            lambda: {"v": torch.ones(2, 2, device="cpu").to_sparse()},
             r"stateful\.part\.v can't be kept in a checkpoint: it is a torch.sp",
         ),
         (lambda: {"v": torch.ones(2, device="meta")}, r"stateful\.part\.v can't be kept .* without values"),

@@ -94,7 +94,10 @@ def test_other_mappings_come_back_as_dictionaries() -> None:
         ({"a": [object()]}, r"x\.a\.0 can't be kept in a checkpoint: it is a object"),
         (np.array(["text"]), "x can't be kept"),
         (1j, "it is a complex"),
-        ({"a": torch.ones(2, 2).to_sparse()}, r"x\.a can't be kept in a checkpoint: it is a torch.sparse_coo tensor"),
+        (
+            {"a": torch.ones(2, 2, device="cpu").to_sparse()},
+            r"x\.a can't be kept in a checkpoint: it is a torch.sparse_coo tensor",
+        ),
         (torch.ones(2, device="meta"), r"x can't be kept in a checkpoint: it is a tensor without values"),
     ],
 )
