@@ -17,7 +17,7 @@ from diloco_node.core.ledger.summary import decode_summary, roster_at
 from diloco_node.core.recovery.replay_plan import find_end, find_genesis
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import Entry, FinishedBody, GenesisBody, LedgerBase
-from diloco_node.daemon.manifest_file import load_manifest
+from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
 from diloco_node.errors import ConfigError, DilocoError, StorageError, SupersededError
 from diloco_node.state_names import FINAL_NAME, LEDGER_NAME
 from diloco_node.storage.ledger_reader import LedgerReader
@@ -67,6 +67,22 @@ class RunRecord:
                 f"{', '.join(here)}: a run keeps those that it began with there. `diloco-node members add` adds others "
                 f"while it runs. For others begin a new run; run.init takes the old one's {FINAL_NAME}"
             )
+
+    def check_model(self, state_dir: Path, digest: str, *, is_listed: bool) -> None:
+        """Refuse a model that is not the run's. Raises ConfigError.
+
+        digest: its manifest's. is_listed: the learner lists it, for manifest.json is gone; else manifest.json has it.
+        """
+        if digest == self.genesis.manifest_digest:
+            return
+        path = state_dir / MANIFEST_NAME
+        cause, remedy = f"{path} lists the tensors of", "remove it, and the learner lists its tensors"
+        if is_listed:
+            cause, remedy = f"{path} is gone, and the learner lists the tensors of", "start the run's own script"
+        raise ConfigError(
+            f"{cause} another model ({digest[:16]}) than run {self.genesis.run_id} trains "
+            f"({self.genesis.manifest_digest[:16]}): {remedy}, or copy {MANIFEST_NAME} from another region's folder"
+        )
 
 
 def run_record(base: LedgerBase, entries: Sequence[Entry], fragments: int) -> RunRecord | None:
