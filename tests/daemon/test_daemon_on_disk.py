@@ -125,7 +125,7 @@ async def test_a_finished_region_that_is_started_again_keeps_its_report(
     spec: NodeSpec, nodes: list[node_module.Node]
 ) -> None:
     begin_run(spec.state_dir, "run", ("a",), finished="run.steps is reached")
-    write_report(spec.state_dir, {"state": "finished", "what": "it was"})
+    write_report(spec.state_dir, {"state": "finished", "end": {"is_written": True}, "what": "it was"})
     before = (spec.state_dir / REPORT_NAME).read_bytes()
     daemon = Daemon(dataclasses.replace(spec, regions=("a",)))
     running = asyncio.create_task(daemon.run())

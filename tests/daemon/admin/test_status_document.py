@@ -200,7 +200,8 @@ def test_a_digest_is_shown_when_every_fragment_has_been_hashed_at_its_version() 
         ({}, "fragment 1 to 4: waits for eu"),
         ({"rounds": ()}, "not due"),
         ({"end_waits": "eu's script wants the end"}, "eu's script wants the end; fragment 1 to 4: waits for eu"),
-        ({"finished": "steps_max"}, "finished: steps_max"),
+        ({"finished": "steps_max"}, "finished: steps_max; the final model is not on disk yet"),
+        ({"finished": "steps_max", "is_final": True}, "finished: steps_max"),
     ],
 )
 def test_the_reason_is_the_nearest_one(changes: dict[str, Any], line: str) -> None:
@@ -293,7 +294,7 @@ def test_what_a_peer_wrote_is_escaped_in_status_log_and_metrics() -> None:
     with capture_logs() as lines:
         notes.add(Note("declined", "eu: \x1b[2J\nlevel=error \u202e"))
     assert lines[0]["reason"] == "eu: \\x1b[2J\\nlevel=error \\u202e"
-    view = replace(view_of(), finished="\x1b]0;title\x07", waiting="\x9b")
+    view = replace(view_of(), finished="\x1b]0;title\x07", is_final=True, waiting="\x9b")
     document = status_of(view, notes=notes)
     assert document["reason"] == "finished: \\x1b]0;title\\x07"
     assert all(text.isprintable() for text in texts(document))
