@@ -239,6 +239,7 @@ class Node:
         self.transport.expel(self.core.history.expelled)
         self.transport.credentials.revocations = self.core.history.revocations
         self._follow_settings()
+        self._mend_initial_state()
         self.reception.core_changed()
         if not self._is_lingering and (isinstance(event, ev.FinalWritten) or self.core.farewell.reason):
             self._is_lingering = True
@@ -272,6 +273,16 @@ class Node:
             self.budget_watch.follow(settings)
             self._rosters = ()
             self._follow_rosters()
+
+    def _mend_initial_state(self) -> None:
+        """Have Theta_0 laid down again where what is on disk is of two regions: no run may begin with that."""
+        versions = self.core.versions
+        is_due = self.core.history.genesis is None and versions.initial.is_mixed and self.core.wants_initial_state
+        if is_due and self.effects.disk.forget_fetched_initial():
+            versions.forget_initial()
+            text = "Theta_0 here is mixed of two regions': the learner lays its own down again"
+            self.runtime.notes.add(Note("genesis", text))
+            self.runtime.learner_server.refuse(text, is_final=False)
 
     def _follow_rosters(self) -> None:
         rosters = self._members()
