@@ -153,7 +153,8 @@ async def test_a_learner_lays_theta_0_down_again_where_it_is_of_two_regions(
     learner.say(InitialState())
     await eventually(lambda: nodes[-1].core.versions.initial_digests is not None)
     node, own = nodes[-1], nodes[-1].core.versions.initial_digests
-    node.effects.disk.initial.store_fetched(0, *[np.ones(MANIFEST.fragments[0].size, np.float32)] * 2, b"d" * 32)
+    ones = np.ones(MANIFEST.fragments[0].size, np.float32)
+    node.effects.disk.initial.store_fetched(0, ones, ones, b"d" * 32)
     node._post(StateStored(0, 0, b"d" * 32))  # of a genesis that was lost with its leader
     while not isinstance(answer := await learner.hear(), Refuse):
         pass
@@ -166,6 +167,7 @@ async def test_a_learner_lays_theta_0_down_again_where_it_is_of_two_regions(
     assert welcome.wants_initial_state
     learner.say(InitialState())
     await eventually(lambda: node.core.versions.initial_digests is not None)
+    assert own is not None
     assert node.core.versions.initial_digests == own
     assert node.runtime.store.state_digest(0, 0) == own[0], "on the disk, too"
     await learner.close()

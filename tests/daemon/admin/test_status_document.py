@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -18,6 +19,7 @@ from diloco_node.core.messages import LeftOut
 from diloco_node.core.types import Ballot, FragmentPosition, LearnerStatus
 from diloco_node.core.view import ParticipationView, PeerView, RegionView, RoundView
 from diloco_node.daemon.admin.metrics import StatusCollector
+from diloco_node.daemon.admin.node_status import NodeStatus
 from diloco_node.daemon.admin.status_document import (
     NOTES_SHOWN_MAX,
     REPORT_NAME,
@@ -206,6 +208,21 @@ def test_a_digest_is_shown_when_every_fragment_has_been_hashed_at_its_version() 
 )
 def test_the_reason_is_the_nearest_one(changes: dict[str, Any], line: str) -> None:
     assert status_of(view_of(**changes))["reason"] == line
+
+
+def test_a_region_has_finished_once_its_model_is_on_disk() -> None:
+    status = NodeStatus(Mock())
+    ended = view_of(finished="steps_max", is_ending=True)
+    assert (status._state(ended), status_of(ended)["end"]) == (
+        "finishing",
+        {"reason": "steps_max", "is_written": False},
+    )
+    written = replace(ended, is_final=True)
+    assert (status._state(written), status_of(written)["end"]) == (
+        "finished",
+        {"reason": "steps_max", "is_written": True},
+    )
+    assert status_of(view_of())["end"] is None
 
 
 def test_tokens_per_second_are_of_the_time_that_was_measured() -> None:
