@@ -15,6 +15,9 @@ LEDGER_NAME: Final = "ledger.log"
 FINAL_NAME: Final = "final.safetensors"
 """The model, once the run is finished."""
 
+WISHES_NAME: Final = "end.json"
+"""Wishes of this region for the run's end."""
+
 ADMIN_PORT_NAME: Final = "admin.port"
 """The daemon writes it when its admin port is bound, and removes it at its end."""
 

@@ -90,7 +90,8 @@ def ask_all(targets: Sequence[Target]) -> list[dict[str, Any]]:
 
 
 def _ask_or_read(target: Target) -> dict[str, Any]:
-    from diloco_node.cli.finished import finished_status, since_and_model
+    from diloco_node.cli.finished import finished_status
+    from diloco_node.daemon.run_record import since_and_model
 
     document = ask(target)
     if target.folder is None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 from diloco_node.errors import ConfigError, PeersUnreachable
 from diloco_node.escaping import escaped, escaped_document
-from diloco_node.state_names import FINAL_NAME
 
 
 def finished_status(folder: Path) -> dict[str, Any] | None:
     """The region's last status document, with the end of the run; None: its run is not finished here."""
-    from diloco_node.daemon.run_record import REPORT_NAME, is_complete, read_run_record
+    from diloco_node.daemon.run_record import REPORT_NAME, is_complete, read_run_record, since_and_model
 
     record = read_run_record(folder)
     if record is None or not is_complete(folder, record):
@@ -30,27 +28,12 @@ def finished_status(folder: Path) -> dict[str, Any] | None:
 
 def no_daemon(folder: Path, cause: str) -> ConfigError | PeersUnreachable:
     """The error for an order to a region that no daemon answers for: its run is finished, or the daemon is down."""
+    from diloco_node.daemon.run_record import WAY_ON
+
     name = folder.resolve().name
     if (document := finished_status(folder)) is not None:
-        return ConfigError(
-            f"{name} takes no orders: its run is over ({document['reason']}). To go on with it, raise run.steps or "
-            "run.tokens in run.toml, and start its regions"
-        )
+        return ConfigError(f"{name} takes no orders: its run is over ({document['reason']}): {WAY_ON}")
     return PeersUnreachable(
         f"the daemon of {name} does not run, or does not answer: {cause}. `diloco-node start --region {name}` starts "
         f"it; {folder}/logs/daemon.log says why it ended"
     )
-
-
-def since_and_model(folder: Path) -> str:
-    """Say since when a run is finished here, and where the model is; to be added to the reason."""
-    from diloco_node.daemon.run_record import REPORT_NAME
-
-    model = folder.resolve() / FINAL_NAME
-    for path in (model, folder / REPORT_NAME):
-        try:
-            since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(path.stat().st_mtime))
-        except OSError:
-            continue
-        return f"; since {since}, the model {'is' if path == model else 'was'} {model}"
-    return ""

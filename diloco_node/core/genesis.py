@@ -50,13 +50,16 @@ class Genesis:
 
     @property
     def wants_initial_state(self) -> bool:
-        """Whether Theta_0 of a new learner is of use: some of it is not on disk, and no genesis is in the ledger here.
+        """Whether Theta_0 of a new learner is of use: some of it is not on disk, or it is mixed of two regions' and no
+        fetch will mend that; and no genesis is in the ledger here.
 
         Where one is, only the bytes that it names count; on disk they must not be written over, and what is lacking
         is fetched.
         """
         ledger = self._ledger
-        is_lacking = min(self._versions.states) < 0 and ledger.base.index == 0 and self._history.genesis is None
+        is_mixed = self._versions.initial.is_mixed and self._fetches.is_idle
+        is_lacking = (is_mixed or min(self._versions.states) < 0) and ledger.base.index == 0
+        is_lacking = is_lacking and self._history.genesis is None
         bodies = (ledger.entry(index).body for index in range(1, ledger.last_index + 1))  # it is an early one
         return is_lacking and not any(isinstance(body, GenesisBody) for body in bodies)
 

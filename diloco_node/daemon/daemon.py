@@ -194,7 +194,8 @@ class Daemon:
         else:
             self._ended.set_exception(error)
 
-    async def _build(self, manifest: Manifest) -> None:
+    async def _build(self, manifest: Manifest, *, is_listed: bool = False) -> None:
+        """Build the node. is_listed: the learner has listed the tensors; the manifest is not on disk yet."""
         assert self._store is not None
         # A learner that attaches from now on waits until the node is there: it must not build a second one.
         self._is_building = True
@@ -218,6 +219,9 @@ class Daemon:
             if record is not None:  # before the node, for which another run's ledger would be a damaged one
                 founders = record.genesis.regions if self.spec.joined else self.spec.regions
                 record.check(self.spec.state_dir, run_id=self.spec.run_id, founders=founders)
+                record.check_model(self.spec.state_dir, manifest.digest, is_listed=is_listed)
+            if is_listed:
+                await in_thread(self._threads.disk, save_manifest, self.spec.state_dir, manifest)
             self._was_finished = is_complete(self.spec.state_dir, record)
             node = Node(runtime, manifest, recovery)
         except (StorageError, ProtocolViolation) as error:  # whole frames, but what they say can't be
@@ -280,12 +284,10 @@ class Daemon:
     async def _build_for(self, tensors: tuple[TensorSpec, ...]) -> None:
         settings = self.spec.settings
         try:
-            manifest = build_manifest(merge_rules(tensors, settings.merge), settings.fragments)
+            await self._build(build_manifest(merge_rules(tensors, settings.merge), settings.fragments), is_listed=True)
         except ConfigError as error:
             self.learner_server.refuse(str(error), is_final=True)
             raise
-        await in_thread(self._threads.disk, save_manifest, self.spec.state_dir, manifest)
-        await self._build(manifest)
 
     def learner_detached(self, reason: str) -> None:
         """Its connection is gone."""

@@ -12,7 +12,6 @@ from typing import Any, Final
 from diloco_node.core import events as ev
 from diloco_node.core.events import Note
 from diloco_node.core.ledger.roster import Roster
-from diloco_node.core.membership.replacement import RUN_IS_OVER
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.operator_orders import EntryOrdered
@@ -35,6 +34,7 @@ from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.presence import Presence
 from diloco_node.daemon.pump import Pump
 from diloco_node.daemon.region_budget import BUDGET_POLL_S, BudgetWatch
+from diloco_node.daemon.run_record import WAY_ON, since_and_model
 from diloco_node.daemon.settings_watch import SettingsWatch, settings_order
 from diloco_node.daemon.witness_link import WitnessLink, WitnessRoute
 from diloco_node.daemon.work import in_thread
@@ -183,6 +183,8 @@ class Node:
         # The log has the genesis of a run; never taken back.
         self._has_begun = False
         self._end_wishes = EndWishes(spec.state_dir)
+        # The core has the wishes of an earlier daemon, if they are not of an end that the ledger tells.
+        self._has_recalled = False
         # The budget of which the core knows.
         self._posted_limits = NO_LIMITS
         # As the links know them; see `_members`.
@@ -198,8 +200,6 @@ class Node:
         StorageError."""
         await self.transport.start()
         self.pump.start()
-        for wish in self._end_wishes.of_last_life():
-            self._post(wish)
         self._post_limits()
         self.runtime.spawn(self._watch_budget(), "budget watch")
         self.runtime.spawn(self._keep_counters(), "counters")
@@ -225,11 +225,11 @@ class Node:
         self.learner.close()
 
     def _post(self, event: ev.Event) -> None:
-        self._end_wishes.note(event)
         self.pump.post(event)
         self.transport.expel(self.core.history.expelled)
         self.transport.credentials.revocations = self.core.history.revocations
         self._follow_settings()
+        self._mend_initial_state()
         self.reception.core_changed()
         if not self._is_lingering and (isinstance(event, ev.FinalWritten) or self.core.farewell.reason):
             self._is_lingering = True
@@ -237,18 +237,42 @@ class Node:
 
     def _observe(self, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
         self._follow_rosters()  # before the effects, which may be messages to a region that was just added
+        self._follow_wishes()
         self.facts.observe(event, effects)
+
+    @property
+    def _knows_run(self) -> bool:
+        """Before the last entry on disk is committed and replayed, what the history says may not hold any more."""
+        return self.core.ledger.has_caught_up and not self.core.is_replaying
+
+    def _follow_wishes(self) -> None:
+        end, wishes = self.core.end, self._end_wishes
+        if not self._has_recalled and self._knows_run:
+            self._has_recalled = True
+            if self.core.history.finished is None:
+                end.recall(wishes.last)
+        # What is on disk waits for the replay; an order that comes meanwhile is durable, too.
+        wishes.save(end.wishes if self._has_recalled else (*wishes.last, *end.wishes))
 
     def _follow_settings(self) -> None:
         if not self._has_begun and self.core.ledger.disks.has_view:
             self._has_begun = True
             self.transport.begin_run(self.settings.agreed)
         settings = self.core.history.settings
-        # Before the last entry on disk is committed, its settings may not hold yet.
-        if self.core.ledger.has_caught_up and not self.core.is_replaying and self.settings.look(settings):
+        if self._knows_run and self.settings.look(settings):
             self.budget_watch.follow(settings)
             self._rosters = ()
             self._follow_rosters()
+
+    def _mend_initial_state(self) -> None:
+        """Have Theta_0 laid down again where what is on disk is of two regions: no run may begin with that."""
+        versions = self.core.versions
+        is_due = self.core.history.genesis is None and versions.initial.is_mixed and self.core.wants_initial_state
+        if is_due and self.effects.disk.forget_fetched_initial():
+            versions.forget_initial()
+            text = "Theta_0 here is mixed of two regions': the learner lays its own down again"
+            self.runtime.notes.add(Note("genesis", text))
+            self.runtime.learner_server.refuse(text, is_final=False)
 
     def _follow_rosters(self) -> None:
         rosters = self._members()
@@ -378,9 +402,10 @@ class Node:
         return self.effects.disk.store_initial_state(version_area, generation)
 
     def finish(self, reason: str) -> None:
-        """Ask the run to end. Raises ConfigError: it has."""
-        if self.core.history.finished is not None:
-            raise ConfigError(RUN_IS_OVER)
+        """Ask the run to end. Raises ConfigError: it is over."""
+        if self._knows_run and (end := self.core.history.finished) is not None:
+            since = since_and_model(self._spec.state_dir)
+            raise ConfigError(f"the run is over here already (finished: {end.reason}{since}): {WAY_ON}")
         self._post(ev.FinishOrdered(reason))
 
     def expel(self, peer: str, *, is_lifted: bool) -> None:

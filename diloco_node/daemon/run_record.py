@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -17,13 +18,16 @@ from diloco_node.core.ledger.summary import roster_at, summary_of
 from diloco_node.core.recovery.replay_plan import find_end, find_genesis
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import Entry, FinishedBody, GenesisBody, LedgerBase
-from diloco_node.daemon.manifest_file import load_manifest
+from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
 from diloco_node.errors import ConfigError, DilocoError, StorageError, SupersededError
-from diloco_node.state_names import FINAL_NAME, LEDGER_NAME
+from diloco_node.state_names import FINAL_NAME, LEDGER_NAME, WISHES_NAME
 from diloco_node.storage.ledger_reader import LedgerReader
 
 REPORT_NAME: Final = "report.json"
 """The region's last status document, in its folder."""
+
+WAY_ON: Final = "to go on with it, raise run.steps or run.tokens in run.toml, and start its regions"
+"""What an order to a run that is over is answered with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,22 @@ class RunRecord:
                 f"{', '.join(here)}: a run keeps those that it began with there. `diloco-node members add` adds others "
                 f"while it runs. For others begin a new run; run.init takes the old one's {FINAL_NAME}"
             )
+
+    def check_model(self, state_dir: Path, digest: str, *, is_listed: bool) -> None:
+        """Refuse a model that is not the run's. Raises ConfigError.
+
+        digest: its manifest's. is_listed: the learner lists it, for manifest.json is gone; else manifest.json has it.
+        """
+        if digest == self.genesis.manifest_digest:
+            return
+        path = state_dir / MANIFEST_NAME
+        cause, remedy = f"{path} lists the tensors of", "remove it, and the learner lists its tensors"
+        if is_listed:
+            cause, remedy = f"{path} is gone, and the learner lists the tensors of", "start the run's own script"
+        raise ConfigError(
+            f"{cause} another model ({digest[:16]}) than run {self.genesis.run_id} trains "
+            f"({self.genesis.manifest_digest[:16]}): {remedy}, or copy {MANIFEST_NAME} from another region's folder"
+        )
 
 
 def run_record(base: LedgerBase, entries: Sequence[Entry], fragments: int) -> RunRecord | None:
@@ -140,7 +160,7 @@ def is_complete(state_dir: Path, record: RunRecord | None) -> bool:
 def set_final_aside(state_dir: Path) -> None:
     """Rename the final model of a run that goes on, if there is one, to the next free `final-N.safetensors`.
 
-    Raises StorageError: the folder can't be written.
+    What is of its last end alone goes: the report, and the wishes. Raises StorageError: the folder can't be written.
     """
     paths = (state_dir / f"final-{number}.safetensors" for number in count(1))
     final = state_dir / FINAL_NAME
@@ -148,12 +168,25 @@ def set_final_aside(state_dir: Path) -> None:
         if final.exists():
             # Without a sync: the next final model is put in its place with one, and a folder keeps its order.
             final.rename(next(path for path in paths if not path.exists()))
+        for name in (REPORT_NAME, WISHES_NAME):
+            (state_dir / name).unlink(missing_ok=True)
     except OSError as error:
-        raise StorageError(f"{final} can't be renamed: {error}") from error
+        raise StorageError(f"what the last end has left in {state_dir} can't be set aside: {error}") from error
 
 
 def has_final_report(state_dir: Path) -> bool:
-    """Whether report.json is that of the finished run."""
+    """Whether report.json is that of the finished run, and the final model was on disk then."""
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        return bool(json.loads((state_dir / REPORT_NAME).read_bytes()).get("state") == "finished")
+        return json.loads((state_dir / REPORT_NAME).read_bytes()).get("end", {}).get("is_written") is True
     return False
+
+
+def since_and_model(state_dir: Path) -> str:
+    """Say since when a run is finished here, and where the model is; to be added to the reason."""
+    model = state_dir.resolve() / FINAL_NAME
+    paths = [model, *([state_dir / REPORT_NAME] if has_final_report(state_dir) else [])]
+    for path in paths:
+        with contextlib.suppress(OSError):
+            since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(path.stat().st_mtime))
+            return f"; since {since}, the model {'is' if path == model else 'was'} {model}"
+    return ""

@@ -91,6 +91,11 @@ COSINE_MIN: Final = -0.2
 OVER: Final = frozenset({"finished", "finishing"})
 
 
+def is_closed(document: Document) -> bool:
+    """Whether the run's end is committed: the others may go, also while the final model is written here."""
+    return text(document, "state") == "finished" or bool(section(document, "end"))
+
+
 def find_alerts(document: Document) -> list[Finding]:
     """Find all alerts of one region, the worst first; none without a state (a region that is not asked)."""
     if not text(document, "state"):
@@ -150,7 +155,9 @@ def _make(kind: AlertKind, document: Document, line: str, *, region: str = "") -
 
 
 def _majority(document: Document) -> Iterator[Finding]:
-    if text(document, "state") in ("finished", "starting") or not is_founded(document) or starting_peers(document):
+    if is_closed(document) or text(document, "state") == "starting" or not is_founded(document):
+        return
+    if starting_peers(document):
         return
     voting, regions = voting_count(document), voter_count(document)
     count = f"{voting} of {regions} regions {'are left' if voting == alive_count(document) else 'can vote'}"
@@ -165,7 +172,7 @@ def _majority(document: Document) -> Iterator[Finding]:
 
 
 def _peers(document: Document) -> Iterator[Finding]:
-    if text(document, "state") == "finished":
+    if is_closed(document):
         return  # they may be gone
     quarantine, newcomers = section(document, "quarantine"), starting_peers(document)
     for name in sorted(quarantine):
@@ -195,7 +202,7 @@ def _rounds(document: Document) -> Iterator[Finding]:
             yield _make(kinds.LEFT_OUT, document, line, region=text(entry, "region"))
     age_s, usual_s = number(document, "commit_age_seconds"), number(document, "usual_commit_seconds")
     is_late = age_s is not None and usual_s is not None and age_s > max(COMMIT_LATE_MIN_S, COMMIT_LATE * usual_s)
-    if is_late and has_majority(document) and text(document, "state") != "finished":
+    if is_late and has_majority(document) and not is_closed(document):
         line = f"no round was committed for {duration(age_s or 0.0)}, usually one every {duration(usual_s or 0.0)}"
         yield _make(kinds.NO_COMMIT, document, line)
     differences = number(document, "digest_differences")

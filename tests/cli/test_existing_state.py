@@ -150,13 +150,29 @@ def test_a_finished_run_whose_model_was_moved_away_does_not_train_again(
 ) -> None:
     folder = tmp_path / "state" / "us-west"
     begin_run(folder, "new", REGIONS, finished="asked")
-    write_report(folder, {"state": "finished"})
+    write_report(folder, {"state": "finished", "end": {"is_written": True}})
     (folder / "final.safetensors").rename(tmp_path / "model.safetensors")
     assert start() == 0
     assert f"{folder / 'final.safetensors'} is gone. If nobody has moved it" in capsys.readouterr().out
     assert specs == []
     assert start("--serve") == 0
     assert len(specs) == 1
+
+
+def test_a_region_that_was_stopped_before_its_model_was_written_starts_again(
+    tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "state" / "us-west"
+    begin_run(folder, "new", REGIONS, finished="asked")
+    (folder / "final.safetensors").unlink()
+    for report in (
+        {"state": "finishing", "end": {"reason": "asked", "is_written": False}},
+        {"state": "finished", "finished": "asked"},  # of an older daemon, which said so at once
+    ):
+        write_report(folder, report)
+        assert start() == 0
+        assert "is finished" not in capsys.readouterr().out
+    assert len(specs) == 2
 
 
 def test_a_finished_run_is_served_without_a_learner_when_that_is_wanted(

@@ -74,7 +74,7 @@ def test_a_report_of_any_kind_does_not_hide_the_end(
 def test_a_model_that_was_moved_is_not_said_to_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = finished_region(tmp_path / "state" / "us")
     (folder / FINAL_NAME).unlink()
-    write_report(folder, {"state": "finished"})
+    write_report(folder, {"state": "finished", "end": {"is_written": True}})
     assert f"the model was {folder / FINAL_NAME}" in shown(capsys, "us")[1]
 
 
@@ -129,8 +129,11 @@ def test_the_model_of_the_first_end_is_kept(tmp_path: Path) -> None:
     folder = tmp_path / "state" / "us"
     begin_run(folder, "new", REGIONS, finished="enough")
     (folder / "final-1.safetensors").write_bytes(b"older")
+    for name in ("report.json", "end.json"):
+        (folder / name).write_text("{}")
     set_final_aside(folder)
     set_final_aside(folder)
+    assert not [name for name in ("report.json", "end.json") if (folder / name).exists()], "they are of that end"
     assert {path.name: path.read_bytes() for path in folder.glob("final*")} == {
         "final-1.safetensors": b"older",
         "final-2.safetensors": b"model",

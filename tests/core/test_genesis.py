@@ -36,7 +36,9 @@ class Place:
             effects=self.effects,
         )
         self.fetches = Fetches(region="a", regions=REGIONS, effects=self.effects)
-        self.ledger = SimpleNamespace(term=1, last_index=0, founders={name: disk_of(name) for name in REGIONS})
+        self.ledger = SimpleNamespace(
+            term=1, last_index=0, base=SimpleNamespace(index=0), founders={name: disk_of(name) for name in REGIONS}
+        )
         self.leader = SimpleNamespace(is_acting=True, proposals=deque())
         self.genesis = Genesis(
             RUN,
@@ -93,6 +95,18 @@ def test_nothing_is_proposed_while_a_fetch_may_replace_theta_0() -> None:
     place.fetches.pump(leader="b", alive=("b",), now_ns=0)
     place.genesis.propose()
     assert not place.leader.proposals
+
+
+def test_theta_0_of_two_regions_is_not_proposed_and_a_learner_lays_it_down_again() -> None:
+    place = Place()
+    place.genesis.initial_state_stored(STORED)
+    assert not place.genesis.wants_initial_state
+    place.versions.state_stored(0, 0, b"other" * 6)
+    place.genesis.propose()
+    assert not place.leader.proposals
+    assert place.genesis.wants_initial_state
+    place.fetches.request(1, 0, None, digest=b"more." * 6)
+    assert not place.genesis.wants_initial_state, "a fetch may still make it whole"
 
 
 def test_theta_0_of_another_model_is_refused() -> None:

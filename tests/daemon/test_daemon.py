@@ -6,8 +6,10 @@ import asyncio
 import dataclasses
 import threading
 
+import numpy as np
 import pytest
 
+from diloco_node.core.events import StateStored
 from diloco_node.core.genesis import Genesis
 from diloco_node.core.types import Recovered
 from diloco_node.daemon import node as node_module
@@ -138,6 +140,38 @@ async def test_theta_0_without_a_genesis_is_asked_for_again_after_a_restart(
     store = RegionStore(spec.state_dir)
     assert store.state_versions(0) == (0,)
     store.close()
+
+
+async def test_a_learner_lays_theta_0_down_again_where_it_is_of_two_regions(
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Genesis, "propose", lambda _: None)
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    learner = await Learner.attach(spec)
+    await learner.hear()
+    learner.say(InitialState())
+    await eventually(lambda: nodes[-1].core.versions.initial_digests is not None)
+    node, own = nodes[-1], nodes[-1].core.versions.initial_digests
+    ones = np.ones(MANIFEST.fragments[0].size, np.float32)
+    node.effects.disk.initial.store_fetched(0, ones, ones, b"d" * 32)
+    node._post(StateStored(0, 0, b"d" * 32))  # of a genesis that was lost with its leader
+    while not isinstance(answer := await learner.hear(), Refuse):
+        pass
+    assert not answer.is_final
+    assert "mixed of two regions" in answer.reason
+    await learner.close()
+    learner = await Learner.attach(spec)
+    welcome = await learner.hear()
+    assert isinstance(welcome, Welcome)
+    assert welcome.wants_initial_state
+    learner.say(InitialState())
+    await eventually(lambda: node.core.versions.initial_digests is not None)
+    assert own is not None
+    assert node.core.versions.initial_digests == own
+    assert node.runtime.store.state_digest(0, 0) == own[0], "on the disk, too"
+    await learner.close()
+    assert await end(daemon, running) == 0
 
 
 async def test_a_newer_process_with_our_certificate_ends_this_one(

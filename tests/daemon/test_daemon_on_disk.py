@@ -17,12 +17,13 @@ import pytest
 from diloco_node.core.data_shards import SHARDS
 from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import FinishedBody, LeaderBody
 from diloco_node.daemon import node as node_module
 from diloco_node.daemon.admin.status_document import write_report
 from diloco_node.daemon.daemon import Daemon
 from diloco_node.daemon.learner import reception as reception_module
-from diloco_node.daemon.manifest_file import save_manifest
+from diloco_node.daemon.manifest_file import MANIFEST_NAME, save_manifest
 from diloco_node.daemon.run_history import HISTORY_NAME
 from diloco_node.daemon.run_record import REPORT_NAME
 from diloco_node.daemon.spec import NodeSpec
@@ -106,6 +107,40 @@ async def test_a_ledger_of_another_run_ends_the_daemon_and_is_left_as_it_is(
     assert nodes == []
 
 
+@pytest.mark.parametrize("damage", ["gone", "damaged", "of another model"])
+async def test_another_model_than_the_runs_costs_neither_ledger_nor_vote(
+    spec: NodeSpec, nodes: list[node_module.Node], damage: str
+) -> None:
+    """A script that was changed, and a file that is lost: the ledger is whole, and the run's."""
+    begin_run(spec.state_dir, "run", ("a",))
+    manifest, other = spec.state_dir / MANIFEST_NAME, build_manifest(MANIFEST.tensors[:1], 2)
+    manifest.unlink()
+    if damage == "damaged":
+        manifest.write_bytes(b"{")
+    elif damage == "of another model":
+        save_manifest(spec.state_dir, other)
+    before = {name: (spec.state_dir / name).read_bytes() for name in (LEDGER_NAME, "vote.bin")}
+    running = asyncio.create_task(Daemon(spec).run())
+    if damage == "of another model":
+        cause, remedy = f"{manifest} lists the tensors of another model", "remove it, and the learner lists its tensors"
+    else:
+        cause, remedy = f"{manifest} is gone, and the learner lists the tensors of another model", "start the run's own"
+        learner = await Learner.attach(spec, tensors=other.tensors)
+        answer = await learner.hear()
+        assert isinstance(answer, Refuse)
+        assert answer.is_final
+        assert cause in answer.reason
+        await learner.close()
+    with pytest.raises(ConfigError) as caught:
+        async with asyncio.timeout(120):
+            await running
+    assert f"{cause} ({other.digest[:16]}) than run run trains ({MANIFEST.digest[:16]}): {remedy}" in str(caught.value)
+    assert {name: (spec.state_dir / name).read_bytes() for name in before} == before
+    assert [path.name for path in spec.state_dir.glob("*.damaged-*") if MANIFEST_NAME not in path.name] == []
+    assert nodes == []
+    assert manifest.exists() is (damage == "of another model"), "the run's own script may still list its tensors"
+
+
 async def test_settings_may_have_changed_since_the_run_began(spec: NodeSpec, nodes: list[node_module.Node]) -> None:
     begin_run(spec.state_dir, "run", ("a",))
     daemon = Daemon(dataclasses.replace(spec, settings_digest="others"))
@@ -121,7 +156,7 @@ async def test_a_finished_region_that_is_started_again_keeps_its_report(
     spec: NodeSpec, nodes: list[node_module.Node]
 ) -> None:
     begin_run(spec.state_dir, "run", ("a",), finished="run.steps is reached")
-    write_report(spec.state_dir, {"state": "finished", "what": "it was"})
+    write_report(spec.state_dir, {"state": "finished", "end": {"is_written": True}, "what": "it was"})
     before = (spec.state_dir / REPORT_NAME).read_bytes()
     daemon = Daemon(dataclasses.replace(spec, regions=("a",)))
     running = asyncio.create_task(daemon.run())

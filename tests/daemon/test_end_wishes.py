@@ -4,41 +4,48 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.core.events import FinalWritten, FinishOrdered, LearnerAttached
-from diloco_node.core.types import LearnerStatus
-from diloco_node.daemon.end_wishes import WISHES_NAME, EndWishes
+from diloco_node.core.messages import FinishRequested
+from diloco_node.daemon import end_wishes as end_wishes_module
+from diloco_node.daemon.end_wishes import EndWishes
+from diloco_node.errors import StorageError
+from diloco_node.state_names import WISHES_NAME
 
-VOTE = FinishOrdered("flat", is_order=False)
-ORDER = FinishOrdered("\x01" * 1024)
-
-
-def attached(incarnation: int) -> LearnerAttached:
-    return LearnerAttached(LearnerStatus(incarnation, 0, 0, 0, ()), (), ())
+VOTE = FinishRequested("flat", False)
+ORDER = FinishRequested("\x01" * 1024, True)
 
 
-def test_a_vote_lasts_until_the_next_life_of_the_learner_and_an_order_until_the_end(tmp_path: Path) -> None:
+def test_the_last_wishes_are_on_disk_and_no_others(tmp_path: Path) -> None:
     wishes = EndWishes(tmp_path)
-    assert wishes.of_last_life() == []
-    for event in (attached(3), VOTE, attached(3)):
-        wishes.note(event)
-    assert EndWishes(tmp_path).of_last_life() == [VOTE], "its learner may have left for good"
-    later = EndWishes(tmp_path)
-    for event in (*later.of_last_life(), ORDER):
-        later.note(event)
-    assert EndWishes(tmp_path).of_last_life() == [ORDER, VOTE]
-    later.note(attached(4))
-    assert EndWishes(tmp_path).of_last_life() == [ORDER]
-    later.note(FinalWritten())
-    assert EndWishes(tmp_path).of_last_life() == []
+    assert wishes.last == []
+    for now in ([VOTE], [ORDER, VOTE], [ORDER]):
+        wishes.save(now)
+        assert EndWishes(tmp_path).last == now == wishes.last
+    wishes.save([])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"order": 5, "vote": null}', '{"order": "%s"}' % ("x" * 1025), "[" * 9999])
 def test_a_file_of_somebody_else_is_no_wish(tmp_path: Path, text: str) -> None:
     (tmp_path / WISHES_NAME).write_text(text)
-    assert EndWishes(tmp_path).of_last_life() == []
+    assert EndWishes(tmp_path).last == []
 
 
 def test_a_disk_that_refuses_costs_the_memory_of_it_alone(tmp_path: Path) -> None:
     wishes = EndWishes(tmp_path / "gone")
-    wishes.note(ORDER)
-    assert wishes.of_last_life() == [ORDER]
+    wishes.save([ORDER])
+    assert wishes.last == [ORDER]
+    wishes.save([])
+    assert wishes.last == []
+
+
+def test_a_full_disk_does_not_keep_an_order_that_was_carried_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StorageError("the disk is full")
+
+    wishes = EndWishes(tmp_path)
+    wishes.save([ORDER])
+    monkeypatch.setattr(end_wishes_module, "replace_file", refuse)
+    wishes.save([])
+    assert EndWishes(tmp_path).last == []

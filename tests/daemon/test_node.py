@@ -1,7 +1,6 @@
 """Whole regions over in-memory links on a virtual clock: whatever drops, all end with one model and one account."""
 
 import asyncio
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
@@ -14,15 +13,15 @@ import pytest
 
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import Enrolled
-from diloco_node.core.messages import RosterShown
+from diloco_node.core.messages import FinishRequested, RosterShown
 from diloco_node.core.types import RoundBody, RunSettings
 from diloco_node.daemon import node as node_module
-from diloco_node.daemon.end_wishes import WISHES_NAME
+from diloco_node.daemon.end_wishes import EndWishes
 from diloco_node.daemon.final_model import LINGER_S
 from diloco_node.daemon.run_record import set_final_aside
 from diloco_node.errors import ConfigError
 from diloco_node.lab.demo.account_check import check_account
-from diloco_node.state_names import FINAL_NAME
+from diloco_node.state_names import FINAL_NAME, WISHES_NAME
 from diloco_node.storage.trained import read_trained
 from tests.kit.memory_transport import MemoryTransport, Network
 from tests.kit.node_kit import MANIFEST, NO_BUDGET
@@ -296,9 +295,9 @@ def test_an_order_to_end_outlives_the_daemon_that_took_it(play: Play) -> None:
             world.network.heal("a", peer)
         await world.finish()
         assert {one.node.core.view().finished for one in world.regions.values()} == {"enough"}
-        with pytest.raises(ConfigError, match=r"the run is over: .* raise run\.steps or run\.tokens in run\.toml"):
+        with pytest.raises(ConfigError, match=r"the run is over here already .* raise run\.steps or run\.tokens"):
             region.node.finish("once more")
-        assert json.loads((region.folder / WISHES_NAME).read_text()) == {}, "an extension of the run is not ended by it"
+        assert not (region.folder / WISHES_NAME).exists(), "an extension of the run is not ended by it"
 
     play(scenario)
 
@@ -379,21 +378,53 @@ def test_a_region_that_comes_when_the_others_are_gone_gets_the_end_from_those_th
     play(scenario)
 
 
+async def extend(world: World) -> None:
+    """Start all regions of a finished run with more steps."""
+    versions = world.regions["a"].node.core.view().versions
+    for region in world.regions.values():
+        await region.stop_daemon()
+    for seed, region in enumerate(world.regions.values(), start=11):
+        set_final_aside(region.folder)
+        region.settings = replace(region.settings, steps_max=STEPS + STEPS // 2)
+        region.spec = replace(region.spec, settings=region.settings)
+        region.learner = FakeLearner(region, seed, 0.05)
+        if region.name == "c":  # as if its disk had refused to remove it
+            EndWishes(region.folder).save([FinishRequested("an order of the first end", True)])
+        await region.start_daemon()
+        region.spawn(region.learner.live(), "learner")
+    await world.until("the run goes on", lambda: world.regions["a"].node.core.view().versions > versions)
+
+
+def test_an_order_is_of_the_extension_that_it_was_given_in(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        await world.finish()
+        region = world.regions["a"]
+        with pytest.raises(
+            ConfigError, match=r"over here already \(finished: the median .*; since 20.*raise run.steps"
+        ):
+            region.node.finish("too late")
+        assert not (region.folder / WISHES_NAME).exists()
+        await extend(world)
+        assert not (world.regions["c"].folder / WISHES_NAME).exists(), "the ledger told that it was carried out"
+        for peer in ("b", "c"):
+            world.network.cut("a", peer)
+        region.node.finish("enough")
+        await region.stop_daemon()
+        await region.start_daemon()
+        for peer in ("b", "c"):
+            world.network.heal("a", peer)
+        await world.finish()
+        assert {one.node.core.view().finished for one in world.regions.values()} == {"enough"}
+        assert not (region.folder / WISHES_NAME).exists()
+
+    play(scenario)
+
+
 def test_a_finished_run_goes_on_with_more_steps_and_keeps_its_momentum(play: Play) -> None:
     async def scenario(world: World) -> None:
         await world.finish()
-        versions = world.regions["a"].node.core.view().versions
         models = {name: (region.folder / FINAL_NAME).read_bytes() for name, region in world.regions.items()}
-        for region in world.regions.values():
-            await region.stop_daemon()
-        for seed, region in enumerate(world.regions.values(), start=11):
-            set_final_aside(region.folder)
-            region.settings = replace(region.settings, steps_max=STEPS + STEPS // 2)
-            region.spec = replace(region.spec, settings=region.settings)
-            region.learner = FakeLearner(region, seed, 0.05)
-            await region.start_daemon()
-            region.spawn(region.learner.live(), "learner")
-        await world.until("the run goes on", lambda: world.regions["a"].node.core.view().versions > versions)
+        await extend(world)
         parameters = world.regions["a"].node.parameters
         assert all(momentum.any() for momentum in parameters.momentum)
         await world.finish()

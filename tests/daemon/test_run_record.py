@@ -60,6 +60,8 @@ def test_a_run_is_complete_here_when_its_end_is_known_and_the_model_written(tmp_
     (tmp_path / "over" / FINAL_NAME).unlink()
     assert not is_complete(tmp_path / "over", over), "a daemon has to write it first"
     write_report(tmp_path / "over", {"state": "finished"})
+    assert not is_complete(tmp_path / "over", over), "an older daemon said so before"
+    write_report(tmp_path / "over", {"state": "finished", "end": {"is_written": True}})
     assert is_complete(tmp_path / "over", over), "it was there, and was moved away"
     assert not is_complete(tmp_path / "over", None)
 
@@ -76,12 +78,21 @@ def test_a_ledger_behind_a_sum_says_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "is_final"),
-    [('{"state": "training"}', False), ("{", False), ("[]", False), ("[" * 10**5, False)],
-    ids=range(4),
+    [
+        ('{"state": "training", "end": null}', False),
+        ('{"state": "finishing", "end": {"reason": "asked", "is_written": false}}', False),
+        ('{"end": 5}', False),
+        ("{", False),
+        ("[]", False),
+        ("[" * 10**5, False),
+    ],
+    ids=range(6),
 )
-def test_only_the_report_of_a_finished_run_is_final(tmp_path: Path, content: str, is_final: bool) -> None:
+def test_only_the_report_of_a_finished_run_with_its_model_is_final(
+    tmp_path: Path, content: str, is_final: bool
+) -> None:
     assert not has_final_report(tmp_path)
     (tmp_path / "report.json").write_text(content)
     assert has_final_report(tmp_path) is is_final
-    write_report(tmp_path, {"state": "finished"})
+    write_report(tmp_path, {"state": "finished", "end": {"is_written": True}})
     assert has_final_report(tmp_path)

@@ -114,6 +114,10 @@ def test_a_run_that_is_over_has_no_missing_learners_and_peers() -> None:
     assert health_of(over)["line"] == "finished: enough steps"
     ending = changed(state="finishing", learner=None, learner_process={"state": "done"})
     assert find_alerts(ending) == []
+    closed = ending | {"peers": peers(ap=DOWN, eu=DOWN), "commit_age_seconds": 1000.0}
+    assert find_alerts(closed) != []
+    closed["end"] = {"reason": "enough steps", "is_written": False}
+    assert find_alerts(closed) == [], "a large model is written here, and the others have gone"
 
 
 def test_a_spike_is_shown_but_the_run_is_healthy() -> None:

@@ -19,6 +19,7 @@ from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import AdoptState, ApplyVersion, OfferVersion, PruneFiles, SetStatesAside
 from diloco_node.core.merge.numbers import is_same_norm
 from diloco_node.core.recovery.fetches import INITIAL_PATIENCE_NS, Fetches
+from diloco_node.core.recovery.initial_digests import InitialDigests
 from diloco_node.core.rounds.history import RoundHistory, Snapshots
 from diloco_node.core.types import Entry, EntryBody, GenesisBody, LearnerStatus, Recovered, RoundBody, SnapshotBody
 
@@ -76,8 +77,7 @@ class Versions:
         # (fragment, version, digest) of payloads on disk, with the squared norm of each piece; empty: not known. Those
         # that no state on disk still needs are dropped.
         self._payloads: dict[tuple[int, int, bytes], tuple[float, ...]] = dict.fromkeys(recovery.payloads, ())
-        # Per fragment the digest of the Theta_0 on disk, whether genesis names it or another.
-        self._initial: dict[int, bytes] = {}
+        self.initial = InitialDigests(fragments)
         # Snapshots that are known to be committed, before the history takes them if the own disk is behind.
         self._known = Snapshots(fragments)
         # Per fragment the committed rounds after its older snapshot, by version: they follow a fetched state.
@@ -104,10 +104,11 @@ class Versions:
 
     def initial_state_stored(self, digests: tuple[bytes, ...]) -> None:
         """Theta_0 of this region's own learner is on disk; where genesis says otherwise it is fetched over it."""
+        self.initial.begin_own(digests)
         for fragment, digest in enumerate(digests):
             if self.states[fragment] <= 0 and fragment not in self._healing:
                 self.states[fragment] = 0
-                self._initial[fragment] = digest
+                self.initial.put(fragment, digest)
 
     def payload_stored(self, fragment: int, version: int, digest: bytes, squared_norms: tuple[float, ...] = ()) -> None:
         """A payload is on disk. squared_norms: of each piece, as it was decoded here."""
@@ -139,7 +140,7 @@ class Versions:
             after = sorted(body.version for body in self._rounds[fragment].values() if body.version > version)
             self._queues[fragment] = deque(self._rounds[fragment][version_after] for version_after in after)
         if version == 0:
-            self._initial[fragment] = digest
+            self.initial.put(fragment, digest, is_fetched=True)
         self.states[fragment] = max(self.states[fragment], version)
 
     def checkpoint_written(self, fragment: int, version: int, digest: bytes) -> SnapshotBody | None:
@@ -209,7 +210,7 @@ class Versions:
         if before is not None and before.version <= snapshot.version:
             return
         self._healing[fragment] = _Healing(snapshot.version, max(version_reached, before.reached if before else -1))
-        self._initial.pop(fragment, None)
+        self.initial.drop(fragment)
         self._effects.note(
             "diverged",
             f"this region's state is not {snapshot.digest.hex()}, which the ledger names: set aside and fetched again",
@@ -290,10 +291,13 @@ class Versions:
 
     @property
     def initial_digests(self) -> tuple[bytes, ...] | None:
-        """Digests of Theta_0 of the whole model, if all of it is on disk here."""
-        if any(fragment not in self._initial for fragment in range(len(self.states))):
-            return None
-        return tuple(self._initial[fragment] for fragment in range(len(self.states)))
+        """Digests of Theta_0 of the whole model, if all of it is on disk here, and of one region."""
+        return self.initial.whole
+
+    def forget_initial(self) -> None:
+        """Take the Theta_0 on disk for none: it is mixed of two regions', and the own learner lays it down again."""
+        self.states = [-1 if state == 0 else state for state in self.states]
+        self.initial.forget()
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -341,6 +345,7 @@ class Versions:
             if isinstance(body, GenesisBody):
                 if body.manifest_digest == self._manifest_digest:
                     initial |= self._lacking_initial(body)
+                    self.initial.named = body.fragment_digests
             elif isinstance(body, RoundBody) and not self.has_payload(body):
                 lacking.setdefault(body.fragment, []).append(body)
         genesis = self._history.genesis
@@ -365,6 +370,7 @@ class Versions:
         snapshots = {(snapshot.fragment, snapshot.version): snapshot for snapshot in self._history.snapshots.all()}
         snapshots |= {(body.fragment, body.version): body for body in bodies if isinstance(body, SnapshotBody)}
         if genesis is not None:
+            self.initial.named = genesis.fragment_digests
             snapshots |= {(at, 0): SnapshotBody(at, 0, digest) for at, digest in enumerate(genesis.fragment_digests)}
         if recovery.base.index:
             self.begin_at(recovery.base.index)
@@ -382,7 +388,7 @@ class Versions:
                 self._busy[fragment] = version
                 self._effects.emit(AdoptState(fragment, version))
             elif snapshot is not None and not is_wrong:
-                self._initial[fragment] = snapshot.digest
+                self.initial.put(fragment, snapshot.digest)
             else:
                 self.states[fragment] = -1
 
@@ -430,7 +436,7 @@ class Versions:
         }
 
     def _has_initial(self, fragment: int, body: GenesisBody) -> bool:
-        return self.states[fragment] >= 1 or self._initial.get(fragment) == body.fragment_digests[fragment]
+        return self.states[fragment] >= 1 or self.initial.get(fragment) == body.fragment_digests[fragment]
 
     def _advance(self, fragment: int) -> None:
         healing = self._healing.get(fragment)

@@ -11,6 +11,7 @@ a while; others may know.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from diloco_node.core.events import StopLearner, WriteFinal
@@ -56,9 +57,21 @@ class RunEnd:
 
     def ask(self) -> None:
         """Pass the own order and vote on to all regions, this one too; repeated, for a message may be lost."""
-        for request in (self._order, self._vote):
-            if request is not None and self._history.finished is None:
-                self._effects.send_all(self._context.regions, request)
+        for request in self.wishes if self._history.finished is None else ():
+            self._effects.send_all(self._context.regions, request)
+
+    @property
+    def wishes(self) -> tuple[FinishRequested, ...]:
+        """The order and the vote of this region that `ask` repeats."""
+        return tuple(request for request in (self._order, self._vote) if request is not None)
+
+    def recall(self, wishes: Iterable[FinishRequested]) -> None:
+        """Take the wishes of an earlier daemon, once the ledger is replayed: else an earlier end would take them."""
+        for wish in wishes:
+            if wish.is_order:
+                self._order = self._order or wish
+            elif not self._incarnation:  # else a learner has come since, and its script votes itself
+                self._vote = wish
 
     def take(self, region: str, request: FinishRequested, *, now_ns: int) -> str | None:
         """Take a region's order or vote. Returns the reason to end the run with; None: more votes are needed."""
@@ -124,10 +137,12 @@ class RunEnd:
         self._is_believed = True
 
     def on_commit(self, body: EntryBody) -> None:
-        """Begin anew when the run is extended."""
+        """Let go of the wishes at the end, and begin anew when the run is extended."""
+        if isinstance(body, FinishedBody | ExtendedBody):
+            self._order = self._vote = None
         if isinstance(body, ExtendedBody):
             self.is_final = self._is_writing = self._is_believed = False
-            self._order = self._vote = self._reason = None
+            self._reason = None
             self._votes.clear()
             self._effects.note(
                 "extended", f"the run goes on: steps {body.steps_max}, tokens {body.tokens_max}; 0: no limit"

@@ -41,9 +41,9 @@ class NodeStatus:
 
     def _state(self, view: RegionView) -> str:
         """The state in one word."""
-        if view.is_final or view.finished:
+        if view.is_final:
             return "finished"
-        if view.is_ending:
+        if view.finished or view.is_ending:  # what is stopped before the final model is on disk has not finished
             return "finishing"
         return "waiting" if self.not_ready_reason(view) else "training"
 

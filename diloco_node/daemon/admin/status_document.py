@@ -134,6 +134,7 @@ def region_status(
         "applied_index": view.applied_index,
         "last_index": view.last_index,
         "reason": _headline(view),
+        "end": {"reason": view.finished, "is_written": view.is_final} if view.finished else None,
         "versions": list(view.versions),
         "digest": model_digest(digests) if is_hashed else None,
         "rounds_committed": view.rounds_committed,
@@ -178,7 +179,7 @@ def region_status(
 def _headline(view: RegionView) -> str:
     """The line that says what this region is doing or waiting for."""
     if view.finished:
-        return f"finished: {view.finished}"
+        return f"finished: {view.finished}" + ("" if view.is_final else "; the final model is not on disk yet")
     if view.rounds:
         first = view.rounds[0]
         round_ = f"fragment {first.fragment} to {first.version}: {first.waiting}"

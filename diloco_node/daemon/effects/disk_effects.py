@@ -104,6 +104,13 @@ class DiskEffects(EffectContext):
             self.post(ev.InitialStateStored(manifest.digest, tuple(digests)))
             version_area.release_initial()
 
+    def forget_fetched_initial(self) -> bool:
+        """Let Theta_0 be written over fetched ones; not (False) while it is being written."""
+        if self._initial_lock.locked():
+            return False
+        self.initial.forget_fetched()
+        return True
+
     async def write_final(self) -> None:
         """Write final.safetensors."""
         await self.writes.until_written(

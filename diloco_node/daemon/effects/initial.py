@@ -21,23 +21,26 @@ class InitialStates:
     def __init__(self, fragments: int, store: RegionStore) -> None:
         self._store = store
         self._locks = [threading.Lock() for _ in range(fragments)]
-        self._fetched: dict[int, bytes] = {}
+        self._fetched: set[int] = set()
 
     def store_own(self, fragment: int, theta: F32, momentum: F32 | None = None) -> bytes:
-        """Write this region's Theta_0 of a fragment, unless a fetched one is there; the digest of what is on disk now.
+        """Write this region's Theta_0 of a fragment, unless a fetched one is there; its digest, written or not.
 
         theta, momentum: shape (n,), float32; not changed. Without a momentum it is zero. Raises StorageError.
         """
+        momentum = np.zeros_like(theta) if momentum is None else momentum
+        digest = fragment_digest(theta, momentum)
         with self._locks[fragment]:
-            if fragment in self._fetched:
-                return self._fetched[fragment]
-            momentum = np.zeros_like(theta) if momentum is None else momentum
-            digest = fragment_digest(theta, momentum)
-            self._store.store_state(fragment, 0, theta, momentum, digest)
-            return digest
+            if fragment not in self._fetched:
+                self._store.store_state(fragment, 0, theta, momentum, digest)
+        return digest
 
     def store_fetched(self, fragment: int, theta: F32, momentum: F32, digest: bytes) -> None:
         """Write the Theta_0 that genesis names over whatever is there. Raises StorageError."""
         with self._locks[fragment]:
             self._store.store_state(fragment, 0, theta, momentum, digest)
-            self._fetched[fragment] = digest
+            self._fetched.add(fragment)
+
+    def forget_fetched(self) -> None:
+        """Let the own learner's be written over fetched ones: no genesis here names them any more."""
+        self._fetched.clear()

@@ -1,5 +1,7 @@
 """A region's versions: what is on disk, what is applied and fetched."""
 
+from dataclasses import replace
+
 from diloco_node.core.events import AdoptState, ApplyVersion, Note, PruneFiles, SetStatesAside
 from diloco_node.core.recovery.fetches import INITIAL_PATIENCE_NS
 from diloco_node.core.recovery.versions import MISSING_ROUNDS, PAYLOADS_RATHER_MAX
@@ -31,6 +33,34 @@ def test_genesis_payload_is_there_only_with_equal_digests() -> None:
     disk.versions.state_stored(1, 0, DIGESTS[1])
     assert disk.versions.has_payload(GENESIS)
     assert disk.versions.initial_digests == DIGESTS
+
+
+def test_theta_0_of_two_regions_is_none() -> None:
+    """A fetch of what a genesis named ends half-way: its leader is gone, and so is the genesis."""
+    disk, own = Disk(), (b"own-0" * 6, b"own-1" * 6)
+    disk.versions.initial_state_stored(own)
+    assert disk.versions.initial_digests == own
+    assert disk.requests(GENESIS) == [(0, 0, True), (1, 0, True)]
+    disk.versions.state_stored(0, 0, DIGESTS[0])
+    assert disk.versions.initial_digests is None
+    assert disk.versions.initial.is_mixed
+    disk.versions.initial_state_stored(own)
+    assert disk.versions.initial_digests is None, "what was fetched lies on the disk, whatever was written before"
+    disk.versions.forget_initial()
+    assert (disk.versions.states, disk.versions.initial.is_mixed) == ([-1, -1], False)
+    disk.versions.initial_state_stored(own)
+    assert disk.versions.initial_digests == own
+
+
+def test_theta_0_of_another_genesis_is_not_completed_by_the_next() -> None:
+    disk, other = Disk(), replace(GENESIS, fragment_digests=(b"other" * 6, b"more." * 6))
+    disk.requests(GENESIS)
+    disk.versions.state_stored(0, 0, DIGESTS[0])
+    disk.requests(other)
+    disk.versions.state_stored(1, 0, other.fragment_digests[1])
+    assert disk.versions.initial_digests is None
+    disk.versions.state_stored(0, 0, other.fragment_digests[0])
+    assert disk.versions.initial_digests == other.fragment_digests
 
 
 def test_later_state_stands_for_genesis() -> None:

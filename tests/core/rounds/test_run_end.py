@@ -159,6 +159,21 @@ def test_a_region_that_was_started_to_go_on_neither_writes_nor_stops() -> None:
     assert bench.effects.take() == []
 
 
+def test_wishes_of_an_earlier_daemon_are_asked_again_but_for_the_vote_of_an_earlier_life() -> None:
+    order = FinishRequested("an operator's", True)
+    for incarnation, wishes in ((0, (order, VOTE)), (2, (order,))):
+        bench = Bench()
+        if incarnation:
+            bench.end.learner_attached(incarnation)
+        bench.end.recall([order, VOTE])
+        assert bench.end.wishes == wishes
+        bench.end.on_commit(FinishedBody((0, 0), FLAT, steps_max=200))
+        assert bench.end.wishes == (), "they are carried out"
+    bench.end.want("a newer one", is_order=True)
+    bench.end.recall([order])
+    assert bench.end.wishes == (FinishRequested("a newer one", True),)
+
+
 def test_an_extension_begins_anew() -> None:
     bench = Bench()
     bench.end.want("enough", is_order=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -18,6 +19,7 @@ from diloco_node.core.messages import LeftOut
 from diloco_node.core.types import Ballot, FragmentPosition, LearnerStatus
 from diloco_node.core.view import ParticipationView, PeerView, RegionView, RoundView
 from diloco_node.daemon.admin.metrics import StatusCollector
+from diloco_node.daemon.admin.node_status import NodeStatus
 from diloco_node.daemon.admin.status_document import (
     NOTES_SHOWN_MAX,
     REPORT_NAME,
@@ -200,11 +202,27 @@ def test_a_digest_is_shown_when_every_fragment_has_been_hashed_at_its_version() 
         ({}, "fragment 1 to 4: waits for eu"),
         ({"rounds": ()}, "not due"),
         ({"end_waits": "eu's script wants the end"}, "eu's script wants the end; fragment 1 to 4: waits for eu"),
-        ({"finished": "steps_max"}, "finished: steps_max"),
+        ({"finished": "steps_max"}, "finished: steps_max; the final model is not on disk yet"),
+        ({"finished": "steps_max", "is_final": True}, "finished: steps_max"),
     ],
 )
 def test_the_reason_is_the_nearest_one(changes: dict[str, Any], line: str) -> None:
     assert status_of(view_of(**changes))["reason"] == line
+
+
+def test_a_region_has_finished_once_its_model_is_on_disk() -> None:
+    status = NodeStatus(Mock())
+    ended = view_of(finished="steps_max", is_ending=True)
+    assert (status._state(ended), status_of(ended)["end"]) == (
+        "finishing",
+        {"reason": "steps_max", "is_written": False},
+    )
+    written = replace(ended, is_final=True)
+    assert (status._state(written), status_of(written)["end"]) == (
+        "finished",
+        {"reason": "steps_max", "is_written": True},
+    )
+    assert status_of(view_of())["end"] is None
 
 
 def test_tokens_per_second_are_of_the_time_that_was_measured() -> None:
@@ -293,7 +311,7 @@ def test_what_a_peer_wrote_is_escaped_in_status_log_and_metrics() -> None:
     with capture_logs() as lines:
         notes.add(Note("declined", "eu: \x1b[2J\nlevel=error \u202e"))
     assert lines[0]["reason"] == "eu: \\x1b[2J\\nlevel=error \\u202e"
-    view = replace(view_of(), finished="\x1b]0;title\x07", waiting="\x9b")
+    view = replace(view_of(), finished="\x1b]0;title\x07", is_final=True, waiting="\x9b")
     document = status_of(view, notes=notes)
     assert document["reason"] == "finished: \\x1b]0;title\\x07"
     assert all(text.isprintable() for text in texts(document))

@@ -249,11 +249,14 @@ async def test_the_learners_own_theta_0_is_not_written_over_a_fetched_one(bench:
     header, body = bench.state(0)
     bench.fetcher.ask(FetchState("b", 0, 0, header.digest))
     assert await bench.arrive("b", header, body)
-    assert bench.initial.store_own(0, theta_of(0, 77)) == header.digest
+    own = [theta_of(fragment, 77) for fragment in range(2)]
+    digests = [fragment_digest(theta, np.zeros_like(theta)) for theta in own]
+    assert [bench.initial.store_own(fragment, theta) for fragment, theta in enumerate(own)] == digests, "of one model"
     assert bench.store.read_state(0, 0)[0].tobytes() == body[: len(body) // 2]
-    assert bench.initial.store_own(1, theta_of(1, 77)) == fragment_digest(
-        theta_of(1, 77), np.zeros_like(theta_of(1, 77))
-    )
+    assert bench.store.read_state(1, 0)[0].tobytes() == own[1].tobytes()
+    bench.initial.forget_fetched()
+    bench.initial.store_own(0, own[0])
+    assert bench.store.read_state(0, 0)[0].tobytes() == own[0].tobytes(), "nothing names the fetched one any more"
 
 
 @pytest.mark.parametrize("is_payload", [True, False])

@@ -133,7 +133,7 @@ function meanRate(region, column) {
 export const isOver = (status) => status.state === "finished" || status.state === "finishing";
 
 // Daemons end one after the other when a run has finished: who answers no more then is no failure.
-export const isRunOver = () => byName().some((one) => one.status.state === "finished");
+export const isRunOver = () => byName().some((one) => one.status.state === "finished" || one.status.end);
 
 // When a note was made, in seconds since 1970.
 export function unixOf(status, note) {
