@@ -214,6 +214,24 @@ def _create(name: str, size_bytes: int) -> int:
 def request_area(path: Path, name: str, size_bytes: int) -> mmap.mmap:
     """Map the area of this name and exact size, shared with every other process that maps it; writable, and zero bytes
     if it is new. The caller closes it. Raises LearnerError: the store does not answer, or refuses."""
+    fd = _request(path, name, size_bytes)
+    try:
+        return mmap.mmap(fd, size_bytes)
+    finally:
+        os.close(fd)
+
+
+def area_inode(path: Path, name: str, size_bytes: int) -> int:
+    """The kernel's number of what `request_area` maps: of another store's area it is another one, as long as somebody
+    maps this one. Raises LearnerError: as there."""
+    fd = _request(path, name, size_bytes)
+    try:
+        return os.fstat(fd).st_ino
+    finally:
+        os.close(fd)
+
+
+def _request(path: Path, name: str, size_bytes: int) -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as connection:
         connection.settimeout(REQUEST_TIMEOUT_S)
         try:
@@ -228,7 +246,7 @@ def request_area(path: Path, name: str, size_bytes: int) -> mmap.mmap:
         reply = json.loads(answer) if answer else {"error": "the connection was closed (another user?)"}
         if "error" in reply or len(fds) != 1 or reply.get("size_bytes") != size_bytes:
             raise LearnerError(f"memory area {name} of {size_bytes} B refused: {reply.get('error', reply)}")
-        return mmap.mmap(fds[0], size_bytes)
+        return fds.pop()
     finally:
         for fd in fds:
             os.close(fd)

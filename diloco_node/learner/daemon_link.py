@@ -55,7 +55,7 @@ class LearnerLink:
 
     Args:
         path: the daemon's socket (DILOCO_SOCKET).
-        make_attach: builds the Attach; called in the link's thread, with `lock` held.
+        make_attach: builds the Attach; called in the link's thread, with `lock` held. Its LearnerError is final.
 
     Attributes:
         lock: held by the link while it starts a conversation, by the training thread while it carries out a command.
@@ -176,6 +176,8 @@ class LearnerLink:
             try:
                 with self._dial() as connection:
                     self._converse(connection)
+            except LearnerError as error:  # no daemon that comes can be this learner's
+                self._failure = error
             except (OSError, DilocoError) as error:
                 if self.is_up:
                     log.warning("daemon lost (%s): training goes on, looking for the next one", error)

@@ -17,7 +17,7 @@ import numpy as np
 
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.merge.schedule import next_news_step
-from diloco_node.errors import LearnerError, StorageError
+from diloco_node.errors import LearnerError, LinkLost, StorageError
 from diloco_node.learner.contribution_area import area_sizes
 from diloco_node.learner.daemon_link import LearnerLink
 from diloco_node.learner.fragment_settings import ENCODER_VARIABLE, FragmentSettings
@@ -29,7 +29,7 @@ from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.ranks import NO_ORDERS, Orders, Ranks
 from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.run_clock import RunClock, StepTimer
-from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
+from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, PLACE_BYTES, PlaceMark, area_inode, request_area
 from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
 from diloco_node.wire.learner_link import (
     CONTRIBUTION_AREA,
@@ -109,6 +109,7 @@ class LearnerSession:
         self._has_stop: Callable[[], bool] = lambda: False
         # PLACE_BYTES, from the first Welcome on.
         self._place_area: mmap.mmap | None = None
+        self._memory_inode = 0
         self._memory = memory
         self._tensors = tensors
         self._specs = specs
@@ -191,6 +192,7 @@ class LearnerSession:
         new = Attach(LINK_PROTOCOL, os.getpid(), self._specs, NEW_PROCESS, "", 0, 0, 0, (), (), self._listing)
         if fragments is None or welcome is None:
             return new
+        self._check_memory()
         return replace(
             new,
             incarnation=welcome.incarnation,
@@ -202,6 +204,18 @@ class LearnerSession:
             snapshots=fragments.unresolved(),
             slots=tuple(fragments.slots),
         )
+
+    def _check_memory(self) -> None:
+        # A daemon would take what lies in its own memory for this learner's contributions.
+        try:
+            inode = area_inode(self._memory, PLACE_AREA, PLACE_BYTES)
+        except LearnerError as error:
+            raise LinkLost(str(error)) from error
+        if inode != self._memory_inode:
+            raise LearnerError(
+                "this learner's supervisor is gone, and the daemon that is here now shares the memory of another "
+                f"({self._memory}): end this process; what started the region starts its learner"
+            )
 
     def _welcomed(self, welcome: Welcome) -> None:
         if self.welcome is None or self._fragments is None:
@@ -226,6 +240,7 @@ class LearnerSession:
     def _build(self, welcome: Welcome) -> LearnerFragments:
         manifest = manifest_of(self._specs, welcome)
         version_area_bytes, contributions_bytes = area_sizes(manifest, welcome.codec_up)
+        self._memory_inode = area_inode(self._memory, PLACE_AREA, PLACE_BYTES)
         area = request_area(self._memory, COUNTERS_AREA, AREA_BYTES)
         self._counter = counter = TrainedCounter(Path(welcome.state_dir), welcome.incarnation, area)
         self._place_area = request_area(self._memory, PLACE_AREA, PLACE_BYTES)

@@ -46,6 +46,11 @@ _CRASH: Final = re.compile(
 )
 """The end of the output of a process that crashed outside of Python, as faulthandler writes it."""
 
+KILLED_S: Final = 10.0
+"""Limit for a killed process to leave the machine."""
+
+ORPHAN_POLL_S: Final = 0.05
+
 COMMAND_CHARS_MAX: Final = 80
 """Characters of a child's command in a message, at most."""
 
@@ -280,6 +285,32 @@ def memory_kills() -> int:
 def _kill_group(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
+
+
+def end_orphans(memory: str, state_dir: Path) -> list[int]:
+    """Kill what an earlier supervisor of this state folder started, and wait for its end: it holds that one's memory,
+    and perhaps the device. Call with the folder's lock held. Returns the process ids."""
+    ended: set[int] = set()
+    deadline_s = time.monotonic() + KILLED_S
+    while orphans := [
+        pid for pid in _left_behind([f"DILOCO_SUPERVISOR={memory}".encode()]) if _is_here(pid, state_dir)
+    ]:
+        if time.monotonic() > deadline_s:
+            break
+        for pid in orphans:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        ended.update(orphans)
+        time.sleep(ORPHAN_POLL_S)
+    return sorted(ended)
+
+
+def _is_here(pid: int, state_dir: Path) -> bool:
+    """Whether it is a child of a supervisor of this folder, not of one that has this name in another container."""
+    with contextlib.suppress(OSError):
+        has_mark = b"\0DILOCO_CHILD=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+        return pid != os.getpid() and has_mark and state_dir.samefile(f"/proc/{pid}/root{state_dir.resolve()}")
+    return False
 
 
 def _left_behind(marks: list[bytes]) -> list[int]:

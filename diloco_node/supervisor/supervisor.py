@@ -20,7 +20,8 @@ How it ends (`run_supervisor`'s result is the exit code):
 
 Children are put into process groups of their own (a Ctrl-C in the terminal reaches only the supervisor) and get
 PR_SET_PDEATHSIG: when the supervisor dies, so do they. Processes that a dead learner command left behind (the
-ranks of a killed `torchrun`, in sessions of their own) are found by their environment and killed before the next start.
+ranks of a killed `torchrun`, in sessions of their own) are found by their environment and killed before the next start;
+so is what a dead supervisor left behind, such as a learner below a shell: it holds that one's memory.
 
 The daemon starts first, for the other regions wait for its vote. Where processors are few, the learner's imports would
 hold it up. So they begin when it is up, or `daemon_first_s` later.
@@ -47,7 +48,7 @@ from diloco_node.errors import StorageError
 from diloco_node.file_lock import lock_file
 from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, MemoryStore, PlaceMark
 from diloco_node.state_names import ADMIN_PORT_NAME, DAEMON_SOCKET_NAME, FINAL_NAME, LEDGER_NAME, MEMORY_SOCKET_NAME
-from diloco_node.supervisor.child import Child, ChildExited, ChildLog, memory_kills, show
+from diloco_node.supervisor.child import KILLED_S, Child, ChildExited, ChildLog, end_orphans, memory_kills, show
 from diloco_node.supervisor.learner_watch import FROM_OUTSIDE, Action, LearnerWatch
 from diloco_node.supervisor.preload import ForkServer, ServerEnded, ServerReady, forkable_command
 from diloco_node.supervisor.process_file import write_process
@@ -71,9 +72,6 @@ STORAGE_CODE: Final = 6
 USAGE_CODE: Final = 2
 COUNTERS_POLL_S: Final = 1.0
 """Between two looks at the learner's counters."""
-
-KILLED_S: Final = 10.0
-"""Limit for a killed process to leave the machine."""
 
 READY_POLL_S: Final = 0.05
 """Between two looks whether the daemon is up, until it is."""
@@ -156,6 +154,9 @@ class _Supervisor:
         try:
             if self._learner is not None:
                 write_process(self._spec.state_dir, self._watch.document())  # not what the supervisor before said
+            if orphans := end_orphans(self._env["DILOCO_SUPERVISOR"], self._spec.state_dir):
+                numbers = ", ".join(map(str, orphans))
+                self.say(f"killed what the supervisor before left behind, with its memory: pid {numbers}")
             # One that lies there is that of a daemon before, and would say that this one is up.
             (self._spec.state_dir / ADMIN_PORT_NAME).unlink(missing_ok=True)
             for child in self._children:
