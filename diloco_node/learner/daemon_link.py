@@ -23,6 +23,7 @@ from typing import Final
 
 from diloco_node.backoff import Backoff
 from diloco_node.errors import DilocoError, LearnerError, LinkLost, ProtocolViolation
+from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, area_inode
 from diloco_node.wire.learner_link import (
     TO_DAEMON,
     TO_LEARNER,
@@ -48,6 +49,22 @@ SEND_TIMEOUT_S: Final = 20.0
 _RECEIVE_BYTES: Final = 256 * 1024
 
 log = logging.getLogger("diloco_node.learner")
+
+
+def check_memory(path: Path, inode: int) -> None:
+    """Compare the memory that a daemon shares now with this learner's: it would merge what lies in its own.
+
+    Raises LearnerError: it is another one. LinkLost: the supervisor does not answer.
+    """
+    try:
+        is_same = area_inode(path, PLACE_AREA, PLACE_BYTES) == inode
+    except LearnerError as error:
+        raise LinkLost(str(error)) from error
+    if not is_same:
+        raise LearnerError(
+            f"this learner's supervisor is gone, and the daemon that is here now shares the memory of another "
+            f"({path}): end this process; what started the region starts its learner"
+        )
 
 
 class LearnerLink:

@@ -48,10 +48,19 @@ from diloco_node.errors import StorageError
 from diloco_node.file_lock import lock_file
 from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, MemoryStore, PlaceMark
 from diloco_node.state_names import ADMIN_PORT_NAME, DAEMON_SOCKET_NAME, FINAL_NAME, LEDGER_NAME, MEMORY_SOCKET_NAME
-from diloco_node.supervisor.child import KILLED_S, Child, ChildExited, ChildLog, end_orphans, memory_kills, show
+from diloco_node.supervisor.child import (
+    KILLED_S,
+    Child,
+    ChildExited,
+    ChildLog,
+    end_orphans,
+    memory_kills,
+    reap_strangers,
+)
 from diloco_node.supervisor.learner_watch import FROM_OUTSIDE, Action, LearnerWatch
 from diloco_node.supervisor.preload import ForkServer, ServerEnded, ServerReady, forkable_command
 from diloco_node.supervisor.process_file import write_process
+from diloco_node.supervisor.screen import SCREEN
 from diloco_node.supervisor.service_manager import NOTIFY_VARIABLES, ServiceManager
 from diloco_node.supervisor.supervisor_spec import (
     FINAL_CODES,
@@ -72,6 +81,11 @@ STORAGE_CODE: Final = 6
 USAGE_CODE: Final = 2
 COUNTERS_POLL_S: Final = 1.0
 """Between two looks at the learner's counters."""
+
+FIRST_PID: Final = 1
+"""Of a container's or a machine's first process."""
+
+REAP_POLL_S: Final = 5.0
 
 READY_POLL_S: Final = 0.05
 """Between two looks whether the daemon is up, until it is."""
@@ -147,7 +161,7 @@ class _Supervisor:
         line = json.dumps(fact) if self._spec.log_format == "json" else logfmt(fact)
         self._log.write(f"{line}\n".encode())
         if self._spec.is_echoing:
-            show(f"{stamp} {self._spec.region}: {text}\n".encode())
+            SCREEN.write(f"{stamp} {self._spec.region}: {text}\n".encode())
         self._manager.send(f"STATUS={text}")
 
     def run(self) -> int:
@@ -173,6 +187,7 @@ class _Supervisor:
             self._stop_all()
             for log in (self._log, *(child.log for child in self._children)):
                 log.close()
+            SCREEN.flush()
 
     def _start_fork_server(self) -> None:
         if self._forks is not None and self._learner is not None:
@@ -186,7 +201,15 @@ class _Supervisor:
             if self._forks.is_starting:
                 child.restart_at_s = None  # both would import the same: ServerReady or ServerEnded brings it here again
                 return
-        child.start(self._env, self.events.put, gives_way=child is not self._daemon)
+        try:
+            child.start(self._env, self.events.put, gives_way=child is not self._daemon)
+        except (OSError, RuntimeError) as error:
+            wait_s = child.schedule_restart(0.0)
+            self.say(
+                f"{child.name} can't be started ({error}): trying again in {wait_s:.1f} s; look at the limits of "
+                "processes, threads and open files (ulimit -u -n, pids.max)"
+            )
+            return
         self.say(f"{child.name} started, start={child.starts}{', forked' if child.is_forked else ''}")
         if child is self._learner:
             self._counters = self._memory.contents(COUNTERS_AREA)
@@ -217,6 +240,9 @@ class _Supervisor:
             if waiting[-1] <= now_s:
                 self._start_fork_server()
         waiting += looks
+        if os.getpid() == FIRST_PID:
+            reap_strangers({child.pid for child in self._children} | {self._forks.pid if self._forks else 0})
+            waiting.append(now_s + REAP_POLL_S)
         try:
             event = self.events.get(timeout=max(0.0, min(waiting) - now_s) if waiting else None)
         except queue.Empty:
@@ -319,7 +345,7 @@ class _Supervisor:
     def _child_exited(self, child: Child, code: int) -> int | None:
         lived_s = child.ended()
         place = self._place()
-        has_fault = bool(code) or (place is not None and bool(place.fault))
+        has_fault = bool(code) or (place is not None and (bool(place.fault) or not place.is_over))
         exit_text = f"{child.name} exited, code={code} after {lived_s:.1f} s{self._loss(child) if has_fault else ''}"
         if child is self._learner and place is not None and place != self._watch.old_place and place.has_left:
             self._has_failed = code != 0
@@ -391,9 +417,12 @@ class _Supervisor:
         for child in (self._learner, self._daemon):
             if child is None or not child.is_running:
                 continue
-            child.send_signal(signal.SIGTERM)
             now_s = time.monotonic()
             limit_s = max(reserve_s, end_s - now_s - (reserve_s if child is self._learner else 0.0))
+            place = self._place()
+            if child is self._learner and place is not None:
+                child.stop_below(place.pid, limit_s)
+            child.send_signal(signal.SIGTERM)
             if not self._await_exit(child, now_s + limit_s):
                 self.say(f"{child.name} did not stop within {limit_s:.0f} s: killed{self._loss(child)}")
                 child.kill()

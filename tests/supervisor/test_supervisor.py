@@ -219,7 +219,7 @@ def test_a_learner_that_left_after_a_signal_from_outside_is_started_again(tmp_pa
         "from diloco_node.shared_memory import *\n"
         "area = request_area(pathlib.Path(os.environ['DILOCO_SUPERVISOR']), PLACE_AREA, PLACE_BYTES)\n"
         "life = note('learner')\n"
-        "area[:] = PlaceMark(os.getpid(), step=9, is_interrupted=life == 1).encode()\n"
+        "area[:] = PlaceMark(os.getpid(), step=9, is_interrupted=life == 1, has_left=life == 2).encode()\n"
     )
     assert run_supervisor(spec(tmp_path, NOTE + "wait_until('done')", learner)) == 0
     assert len(lives(tmp_path, "learner")) == 2
@@ -233,7 +233,8 @@ def test_a_learner_whose_script_hides_a_refusal_is_started_again(tmp_path: Path)
         "from diloco_node.shared_memory import *\n"
         "area = request_area(pathlib.Path(os.environ['DILOCO_SUPERVISOR']), PLACE_AREA, PLACE_BYTES)\n"
         "life = note('learner')\n"
-        "area[:] = PlaceMark(os.getpid(), step=9, fault='LearnerError: weights were loaded' * (life == 1)).encode()\n"
+        "fault = 'LearnerError: weights were loaded' * (life == 1)\n"
+        "area[:] = PlaceMark(os.getpid(), step=9, fault=fault, has_left=not fault).encode()\n"
     )
     assert run_supervisor(spec(tmp_path, NOTE + "wait_until('done')", learner)) == 0
     assert len(lives(tmp_path, "learner")) == 2
@@ -248,7 +249,9 @@ def test_a_learner_whose_script_hides_a_refusal_and_trains_on_is_ended_and_start
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang_s: float
 ) -> None:
     monkeypatch.setattr(learner_watch, "REFUSED_S", 0.5)
-    learner = LEAVE + "if note('learner') == 1:\n    mark(fault='LearnerError: no')\n    time.sleep(600)\nmark()"
+    learner = (
+        LEAVE + "if note('learner') == 1:\n    mark(fault='LearnerError: no')\n    time.sleep(600)\nmark(has_left=True)"
+    )
     regular = dataclasses.replace(spec(tmp_path, NOTE + "wait_until('done')", learner), hang_s=hang_s)
     assert run_supervisor(regular) == 0
     assert len(lives(tmp_path, "learner")) == 2
