@@ -164,7 +164,8 @@ class ForkServer:
             self.close()
             self._let_go()
             self._is_useless = False
-            self._schedule_restart(f"the preloading process can't be started ({error})")
+            reason = error.strerror if isinstance(error, OSError) else error
+            self._schedule_restart(f"the preloading process can't be started ({reason})")
             return
         self.is_starting, self.restart_at_s = True, None
         self._say(f"preloading {', '.join(self._modules)} for the learner, in process {self.pid}")

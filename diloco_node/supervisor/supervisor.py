@@ -205,8 +205,9 @@ class _Supervisor:
             child.start(self._env, self.events.put, gives_way=child is not self._daemon)
         except (OSError, RuntimeError) as error:
             wait_s = child.schedule_restart(0.0)
+            reason = error.strerror if isinstance(error, OSError) else error
             self.say(
-                f"{child.name} can't be started ({error}): trying again in {wait_s:.1f} s; look at the limits of "
+                f"{child.name} can't be started ({reason}): trying again in {wait_s:.1f} s; look at the limits of "
                 "processes, threads and open files (ulimit -u -n, pids.max)"
             )
             return
