@@ -172,7 +172,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process; 0 while there is none."""
+        """The process id; 0 while there is none."""
         return 0 if self._process is None else self._process.pid
 
     @property

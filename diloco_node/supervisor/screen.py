@@ -13,7 +13,7 @@ from collections import deque
 from typing import Final
 
 WAITING_BYTES_MAX: Final = 2**20
-"""What waits for the terminal, at most; what comes beyond is in the log files only."""
+"""Bytes that wait for the terminal, at most; the log files have the rest."""
 
 FLUSH_S: Final = 1.0
 
@@ -21,7 +21,7 @@ STANDARD_ERROR: Final = 2
 
 
 class Screen:
-    """What people see."""
+    """The terminal, or whatever people read from this descriptor."""
 
     def __init__(self, descriptor: int = STANDARD_ERROR) -> None:
         self._descriptor = descriptor
@@ -77,4 +77,4 @@ class Screen:
 
 
 SCREEN: Final = Screen()
-"""This process's."""
+"""The screen of this process."""

@@ -83,7 +83,7 @@ COUNTERS_POLL_S: Final = 1.0
 """Between two looks at the learner's counters."""
 
 FIRST_PID: Final = 1
-"""Of a container's or a machine's first process."""
+"""The id of a container's or a machine's first process."""
 
 REAP_POLL_S: Final = 5.0
 
