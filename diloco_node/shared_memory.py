@@ -58,7 +58,7 @@ class PlaceMark:
     loop has announced, and how long it may last. activity: of the pause; empty: the loop makes steps. is_interrupted: a
     signal asked this process to stop, which is no reason to end the region's part in the run. has_left: this process
     has had its part, and does what else its script wants, for as long as it takes. fault: why it was refused, which its
-    script may catch.
+    script may catch. has_ended: its Python came to the end of the script, closed or not, without an exception.
     """
 
     pid: int
@@ -71,24 +71,33 @@ class PlaceMark:
     is_interrupted: bool = False
     has_left: bool = False
     fault: str = ""
+    has_ended: bool = False
 
     def encode(self) -> bytes:
         """As it stands in the area: PLACE_BYTES."""
         activity = self.activity.encode(errors="replace")[:_ACTIVITY_BYTES]
         fault = self.fault.encode(errors="replace")[:_FAULT_BYTES]
         numbers = (self.pid, self.step, self.included_step, self.checkpoint_step, self.since_s, self.limit_s)
-        return _PLACE.pack(*numbers, activity, self.is_interrupted, self.has_left, fault)
+        return _PLACE.pack(*numbers, activity, self.is_interrupted, self.has_left, fault, self.has_ended)
 
     @classmethod
     def decode(cls, raw: bytes | None) -> PlaceMark | None:
         """The inverse; None: no learner has written there, or what it wrote can't be."""
         if raw is None or len(raw) != PLACE_BYTES:
             return None
-        *numbers, activity, is_interrupted, has_left, fault = _PLACE.unpack(raw)
+        *numbers, activity, is_interrupted, has_left, fault, has_ended = _PLACE.unpack(raw)
         pid, step, included_step, checkpoint_step, since_s, limit_s = numbers
         pause, words = (text.rstrip(b"\0").decode(errors="replace") for text in (activity, fault))
-        mark = cls(pid, step, included_step, checkpoint_step, since_s, limit_s, pause, is_interrupted, has_left, words)
+        pauses = (since_s, limit_s, pause)
+        mark = cls(
+            pid, step, included_step, checkpoint_step, *pauses, is_interrupted, has_left, words, has_ended=has_ended
+        )
         return mark if mark.pid > 0 and math.isfinite(mark.since_s) and math.isfinite(mark.limit_s) else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this process has left the run, or came to its end."""
+        return self.has_left or self.has_ended
 
     @property
     def losses(self) -> dict[str, int]:
@@ -101,7 +110,7 @@ class PlaceMark:
 
 _ACTIVITY_BYTES: Final = 40
 _FAULT_BYTES: Final = 240
-_PLACE: Final = struct.Struct(f"<QQQqdd{_ACTIVITY_BYTES}s??{_FAULT_BYTES}s")
+_PLACE: Final = struct.Struct(f"<QQQqdd{_ACTIVITY_BYTES}s??{_FAULT_BYTES}s?")
 PLACE_BYTES: Final = _PLACE.size
 
 
@@ -214,6 +223,24 @@ def _create(name: str, size_bytes: int) -> int:
 def request_area(path: Path, name: str, size_bytes: int) -> mmap.mmap:
     """Map the area of this name and exact size, shared with every other process that maps it; writable, and zero bytes
     if it is new. The caller closes it. Raises LearnerError: the store does not answer, or refuses."""
+    fd = _request(path, name, size_bytes)
+    try:
+        return mmap.mmap(fd, size_bytes)
+    finally:
+        os.close(fd)
+
+
+def area_inode(path: Path, name: str, size_bytes: int) -> int:
+    """The kernel's number of what `request_area` maps: of another store's area it is another one, as long as somebody
+    maps this one. Raises LearnerError: as there."""
+    fd = _request(path, name, size_bytes)
+    try:
+        return os.fstat(fd).st_ino
+    finally:
+        os.close(fd)
+
+
+def _request(path: Path, name: str, size_bytes: int) -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as connection:
         connection.settimeout(REQUEST_TIMEOUT_S)
         try:
@@ -228,7 +255,7 @@ def request_area(path: Path, name: str, size_bytes: int) -> mmap.mmap:
         reply = json.loads(answer) if answer else {"error": "the connection was closed (another user?)"}
         if "error" in reply or len(fds) != 1 or reply.get("size_bytes") != size_bytes:
             raise LearnerError(f"memory area {name} of {size_bytes} B refused: {reply.get('error', reply)}")
-        return mmap.mmap(fds[0], size_bytes)
+        return fds.pop()
     finally:
         for fd in fds:
             os.close(fd)

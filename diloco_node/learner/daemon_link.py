@@ -23,6 +23,7 @@ from typing import Final
 
 from diloco_node.backoff import Backoff
 from diloco_node.errors import DilocoError, LearnerError, LinkLost, ProtocolViolation
+from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, area_inode
 from diloco_node.wire.learner_link import (
     TO_DAEMON,
     TO_LEARNER,
@@ -50,12 +51,28 @@ _RECEIVE_BYTES: Final = 256 * 1024
 log = logging.getLogger("diloco_node.learner")
 
 
+def check_memory(path: Path, inode: int) -> None:
+    """Compare the memory that a daemon shares now with this learner's: it would merge what lies in its own.
+
+    Raises LearnerError: it is another one. LinkLost: the supervisor does not answer.
+    """
+    try:
+        is_same = area_inode(path, PLACE_AREA, PLACE_BYTES) == inode
+    except LearnerError as error:
+        raise LinkLost(str(error)) from error
+    if not is_same:
+        raise LearnerError(
+            f"this learner's supervisor is gone, and the daemon that is here now shares the memory of another "
+            f"({path}): end this process; what started the region starts its learner"
+        )
+
+
 class LearnerLink:
     """The thread that keeps the learner's conversation with its daemon.
 
     Args:
         path: the daemon's socket (DILOCO_SOCKET).
-        make_attach: builds the Attach; called in the link's thread, with `lock` held.
+        make_attach: builds the Attach; called in the link's thread, with `lock` held. Its LearnerError is final.
 
     Attributes:
         lock: held by the link while it starts a conversation, by the training thread while it carries out a command.
@@ -176,6 +193,8 @@ class LearnerLink:
             try:
                 with self._dial() as connection:
                     self._converse(connection)
+            except LearnerError as error:  # no daemon that comes can be this learner's
+                self._failure = error
             except (OSError, DilocoError) as error:
                 if self.is_up:
                     log.warning("daemon lost (%s): training goes on, looking for the next one", error)

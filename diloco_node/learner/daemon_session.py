@@ -19,17 +19,18 @@ from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifes
 from diloco_node.core.merge.schedule import next_news_step
 from diloco_node.errors import LearnerError, StorageError
 from diloco_node.learner.contribution_area import area_sizes
-from diloco_node.learner.daemon_link import LearnerLink
+from diloco_node.learner.daemon_link import LearnerLink, check_memory
 from diloco_node.learner.fragment_settings import ENCODER_VARIABLE, FragmentSettings
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
+from diloco_node.learner.leaving import note_end
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.process_signals import TerminateFlag
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.ranks import NO_ORDERS, WAITING, Orders, Ranks
 from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.run_clock import RunClock, StepTimer
-from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
+from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, PLACE_BYTES, PlaceMark, area_inode, request_area
 from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
 from diloco_node.wire.learner_link import (
     CONTRIBUTION_AREA,
@@ -107,8 +108,10 @@ class LearnerSession:
         self.place = PlaceMark(os.getpid())
         # Whether a signal asked this process to stop of late.
         self._has_stop: Callable[[], bool] = lambda: False
-        # PLACE_BYTES, from the first Welcome on.
+        # PLACE_BYTES, from the first Welcome on; and its inode.
         self._place_area: mmap.mmap | None = None
+        self._memory_inode = 0
+        self._forget_end: Callable[[], object] = lambda: None
         self._memory = memory
         self._tensors = tensors
         self._specs = specs
@@ -123,7 +126,7 @@ class LearnerSession:
         self._news = NO_ORDERS  # other shards and settings, until a boundary takes them
         # Fragments whose offer this daemon has made and not been answered; an older daemon's are forgotten.
         self._offered: set[int] = set()
-        # Set by the encoder's thread: parameters are not finite, and the next boundary raises.
+        # By the encoder's thread: parameters are not finite, and the next boundary raises.
         self._denied: SnapshotDenied | None = None
         # The script's wish for the end of the run: every daemon is told.
         self._end_wanted: EndWanted | None = None
@@ -194,6 +197,7 @@ class LearnerSession:
         new = Attach(LINK_PROTOCOL, os.getpid(), self._specs, NEW_PROCESS, "", 0, 0, 0, (), (), self._listing)
         if fragments is None or welcome is None:
             return new
+        check_memory(self._memory, self._memory_inode)
         return replace(
             new,
             incarnation=welcome.incarnation,
@@ -229,10 +233,12 @@ class LearnerSession:
     def _build(self, welcome: Welcome) -> LearnerFragments:
         manifest = manifest_of(self._specs, welcome)
         version_area_bytes, contributions_bytes = area_sizes(manifest, welcome.codec_up)
+        self._memory_inode = area_inode(self._memory, PLACE_AREA, PLACE_BYTES)
         area = request_area(self._memory, COUNTERS_AREA, AREA_BYTES)
         self._counter = counter = TrainedCounter(Path(welcome.state_dir), welcome.incarnation, area)
         self._place_area = request_area(self._memory, PLACE_AREA, PLACE_BYTES)
         self._write_place(self.place)
+        self._forget_end = note_end(self._place_area)
 
         def make_durable() -> None:
             # A full or failing disk must not stop training; the daemon takes the larger of counter and ledger.
@@ -418,12 +424,14 @@ class LearnerSession:
         return self._news_step is not None and self.fragments.step >= self._news_step
 
     def close(self, last: Done | Failed | None, *, has_stop: bool) -> None:
-        """Say the last word, and let go of all. has_stop: a signal asked this process, or another rank's, to stop."""
+        """Say the last word, let go of everything. has_stop: a signal asked this process, or another rank, to stop."""
         if self._fragments is not None and self._fragments.step and not self.final_versions:
             log.warning("the run goes on: the model does not hold its merged parameters. `export` has them")
         is_interrupted = has_stop and not isinstance(last, Done)
         if is_interrupted and self._place_area is None:  # before the first Welcome
             self._place_area = request_area(self._memory, PLACE_AREA, PLACE_BYTES)
+        if isinstance(last, Failed):
+            self._forget_end()
         is_over = (self._is_second and self.welcome is None) or (last is None and bool(self.final_versions))
         has_left = isinstance(last, Done) or (is_over and not has_stop)
         self._write_place(replace(self.place, activity="", is_interrupted=is_interrupted, has_left=has_left))

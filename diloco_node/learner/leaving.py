@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import mmap
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -81,6 +84,23 @@ def _change_mark(change: Callable[[PlaceMark | None], PlaceMark | None]) -> None
     with contextlib.suppress(LearnerError), request_area(memory, PLACE_AREA, PLACE_BYTES) as area:
         if mark := change(PlaceMark.decode(area[:])):
             area[:] = mark.encode()
+
+
+def note_end(area: mmap.mmap) -> Callable[[], object]:
+    """Have the mark in the area say that this process came to its end, unless an exception ends it, or a kill: scripts
+    need not close what `attach` returned. Returns what takes that back."""
+
+    def write() -> None:
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # in a process of multiprocessing, or another
+        mark = PlaceMark.decode(area[:])
+        if (
+            mark is not None
+            and mark.pid == os.getpid()
+            and (not error or (isinstance(error, SystemExit) and not error.code))
+        ):
+            area[:] = replace(mark, has_ended=True).encode()
+
+    return Finalize(None, write, exitpriority=0).cancel
 
 
 class EndWish:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from diloco_node.backoff import Backoff
 from diloco_node.supervisor.preload import Forked, ForkServer, give_way, start_reader
+from diloco_node.supervisor.screen import SCREEN
+from diloco_node.unix_sockets import ancestors_of
 
 if TYPE_CHECKING:
     from diloco_node.supervisor.supervisor_spec import SupervisorSpec
@@ -46,6 +49,11 @@ _CRASH: Final = re.compile(
 )
 """The end of the output of a process that crashed outside of Python, as faulthandler writes it."""
 
+KILLED_S: Final = 10.0
+"""Limit for a killed process to leave the machine."""
+
+ORPHAN_POLL_S: Final = 0.05
+
 COMMAND_CHARS_MAX: Final = 80
 """Characters of a child's command in a message, at most."""
 
@@ -73,12 +81,6 @@ class ChildExited:
     code: int
 
 
-def show(data: bytes) -> None:
-    """On the supervisor's own standard error; never fails."""
-    with contextlib.suppress(OSError, ValueError):
-        os.write(2, data)
-
-
 class ChildLog:
     """A process's log file with a size limit, for one reader thread at a time. tail: its last TAIL_BYTES of
     this life."""
@@ -104,7 +106,7 @@ class ChildLog:
                 self._file.write(data)
                 self._size_bytes += len(data)
             if self._is_echoing:
-                show(data)
+                SCREEN.write(data)
 
     def last_line(self) -> str:
         """The last error of Python's in this life's output (libraries print more after a traceback), if there is one of
@@ -169,6 +171,11 @@ class Child:
         return self._process is not None
 
     @property
+    def pid(self) -> int:
+        """The process id; 0 while there is none."""
+        return 0 if self._process is None else self._process.pid
+
+    @property
     def is_forked(self) -> bool:
         """Whether this life is a fork of the preloaded process."""
         return isinstance(self._process, Forked)
@@ -184,22 +191,32 @@ class Child:
 
     def start(self, env: Mapping[str, str], report: Callable[[ChildExited], None], *, gives_way: bool = False) -> None:
         """Start it, from the main thread: PR_SET_PDEATHSIG follows the thread that forked. gives_way: at a lower
-        priority."""
+        priority. Raises OSError, RuntimeError: the machine gives no process, descriptor or thread now."""
         self.log.tail = b""
         own_env = self.marked(env)
         self._marks = [f"{name}={own_env[name]}".encode() for name in ("DILOCO_CHILD", "DILOCO_SUPERVISOR")]
         process = (self.forks.fork() if self.forks is not None else None) or self._spawn(own_env, is_apart=gives_way)
         if gives_way:
             give_way(process.pid)
+        assert process.stdout is not None
+        outputs = [(process.stdout, self._show if self._logs_errors_only else self.log.write)]
+        if isinstance(process, subprocess.Popen) and process.stderr is not None:
+            outputs.append((process.stderr, self.log.write))
+        self._readers = []
+        try:
+            for pipe, write in outputs:
+                self._readers.append(start_reader(pipe, write))
+            threading.Thread(target=self._watch, args=(process, report), daemon=True).start()
+        except RuntimeError:  # no thread can be started: nobody would read what it writes
+            _kill_group(process.pid, signal.SIGKILL)
+            process.wait()
+            for pipe, _ in outputs[len(self._readers) + 1 :]:
+                pipe.close()
+            raise
         self._process = process
         self.starts += 1
         self._started_s = time.monotonic()
         self.restart_at_s = None
-        assert process.stdout is not None
-        self._readers = [start_reader(process.stdout, self._show if self._logs_errors_only else self.log.write)]
-        if isinstance(process, subprocess.Popen) and process.stderr is not None:
-            self._readers.append(start_reader(process.stderr, self.log.write))
-        threading.Thread(target=self._watch, args=(process, report), daemon=True).start()
 
     def marked(self, env: Mapping[str, str]) -> dict[str, str]:
         """The environment by which this child, and what it leaves behind, is known."""
@@ -220,7 +237,7 @@ class Child:
 
     def _show(self, data: bytes) -> None:
         if self._spec.is_echoing:
-            show(data)
+            SCREEN.write(data)
 
     def _watch(self, process: subprocess.Popen[bytes] | Forked, report: Callable[[ChildExited], None]) -> None:
         # Look at the exit without reaping: until then the process group's number can't belong to anyone else, and what
@@ -253,6 +270,20 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
+    def stop_below(self, pid: int, limit_s: float) -> None:
+        """Send SIGTERM to the process of the group that is `pid`, or that started it, and wait for its end: the child
+        is a shell, which would end at once, and take the whole group along. Nothing where that is the child itself."""
+        with contextlib.suppress(OSError):
+            pid = next((other for other in (pid, *ancestors_of(pid)) if os.getpgid(other) == self.pid), self.pid)
+            if pid == self.pid:
+                return
+            descriptor = os.pidfd_open(pid)
+            try:
+                signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+                select.select([descriptor], [], [], limit_s)
+            finally:
+                os.close(descriptor)
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         """With all of its process group, and the ranks of a launcher."""
         if self._process is not None:
@@ -270,6 +301,17 @@ class Child:
                         os.kill(pid, number)
 
 
+def reap_strangers(own: Collection[int]) -> None:
+    """Reap zombies that are children of this process but none of `own`: the first process of a container inherits the
+    orphans of all others there."""
+    with contextlib.suppress(OSError):
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdecimal() and int(folder.name) not in own:
+                with contextlib.suppress(OSError):  # gone meanwhile, or no child
+                    if (folder / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z":
+                        os.waitpid(int(folder.name), os.WNOHANG)
+
+
 def memory_kills() -> int:
     """Return how many processes the kernel has killed here for want of memory; 0 where it does not say."""
     with contextlib.suppress(OSError, ValueError):
@@ -280,6 +322,32 @@ def memory_kills() -> int:
 def _kill_group(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
+
+
+def end_orphans(memory: str, state_dir: Path) -> list[int]:
+    """Kill what an earlier supervisor of this state folder started, and wait for its end: it holds that one's memory,
+    and perhaps the device. Call with the folder's lock held. Returns the process ids."""
+    ended: set[int] = set()
+    deadline_s = time.monotonic() + KILLED_S
+    while orphans := [
+        pid for pid in _left_behind([f"DILOCO_SUPERVISOR={memory}".encode()]) if _is_here(pid, state_dir)
+    ]:
+        if time.monotonic() > deadline_s:
+            break
+        for pid in orphans:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        ended.update(orphans)
+        time.sleep(ORPHAN_POLL_S)
+    return sorted(ended)
+
+
+def _is_here(pid: int, state_dir: Path) -> bool:
+    """Whether it is a child of a supervisor of this folder, not of one that has this name in another container."""
+    with contextlib.suppress(OSError):
+        has_mark = b"\0DILOCO_CHILD=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+        return pid != os.getpid() and has_mark and state_dir.samefile(f"/proc/{pid}/root{state_dir.resolve()}")
+    return False
 
 
 def _left_behind(marks: list[bytes]) -> list[int]:

@@ -56,6 +56,12 @@ FROM_OUTSIDE: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, 
 
 HIDES: Final = "its script hides an error"
 
+UNENDED: Final = (
+    "it never left the run: was it killed, or had it an error, which a shell or its script hides? A shell needs "
+    "`set -eo pipefail`; a script leaves its `with` block without an error, or calls close()"
+)
+"""Code 0 of a shell, behind a pipe or with further lines, says nothing of the process below it."""
+
 
 class Action(StrEnum):
     """An order to the supervisor."""
@@ -239,6 +245,8 @@ class LearnerWatch:
         self.reason = f"{_in_words(code)} after {lived_s:.1f} s"
         if fault:
             last_line = f"{HIDES}: {fault}"
+        elif code == 0 and place is not None and has_attached and not place.is_over:
+            fault = last_line = UNENDED
         elif code == 0:  # a handler of the script's, while it still imported?
             last_line = "it ended before attach()" + ", which the life before it had called" * is_early
             if has_attached and place is not None:

@@ -158,30 +158,35 @@ class ForkServer:
 
     def start(self, env: Mapping[str, str]) -> None:
         """Start it with the learner's environment; what follows is reported."""
-        ours, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._begin(env)
+        except (OSError, RuntimeError) as error:  # no process, descriptor or thread can be had
+            self.close()
+            self._let_go()
+            self._is_useless = False
+            reason = error.strerror if isinstance(error, OSError) else error
+            self._schedule_restart(f"the preloading process can't be started ({reason})")
+            return
+        self.is_starting, self.restart_at_s = True, None
+        self._say(f"preloading {', '.join(self._modules)} for the learner, in process {self.pid}")
+
+    def _begin(self, env: Mapping[str, str]) -> None:
+        self._orders, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with remote:
             numbers = [str(remote.fileno()), str(os.getpid())]
-            try:
-                process = subprocess.Popen(
-                    [*self._interpreter, str(FORK_SERVER), *numbers, *self._modules, "--", *self._command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    env=env,
-                    start_new_session=True,
-                    pass_fds=[remote.fileno()],
-                )
-            except OSError as error:
-                ours.close()
-                self._schedule_restart(f"the preloading process can't be started ({error.strerror})")
-                return
+            self._process = process = subprocess.Popen(
+                [*self._interpreter, str(FORK_SERVER), *numbers, *self._modules, "--", *self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+                pass_fds=[remote.fileno()],
+            )
         give_way(process.pid)  # before there are learners, which inherit it
-        self._process, self._orders = process, ours
-        self.is_starting, self.restart_at_s = True, None
-        self._say(f"preloading {', '.join(self._modules)} for the learner, in process {process.pid}")
         assert process.stdout is not None
         self._reader = start_reader(process.stdout, self._write)
-        threading.Thread(target=self._watch, args=(process, ours), daemon=True).start()
+        threading.Thread(target=self._watch, args=(process, self._orders), daemon=True).start()
 
     def _watch(self, process: subprocess.Popen[bytes], orders: socket.socket) -> None:
         """Its first packet, then its end. Nobody else reads the socket before ServerReady was reported."""
@@ -268,7 +273,7 @@ class ForkServer:
 
 
 def start_reader(pipe: IO[bytes], write: Callable[[bytes], None]) -> threading.Thread:
-    """Hand on what a process writes, in a thread that ends with the pipe."""
+    """Hand on what a process writes, in a thread that ends with the pipe. Raises RuntimeError: there is no thread."""
 
     def copy() -> None:
         with pipe:
@@ -276,7 +281,11 @@ def start_reader(pipe: IO[bytes], write: Callable[[bytes], None]) -> threading.T
                 write(data)
 
     thread = threading.Thread(target=copy, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        pipe.close()
+        raise
     return thread
 
 

@@ -20,7 +20,8 @@ How it ends (`run_supervisor`'s result is the exit code):
 
 Children are put into process groups of their own (a Ctrl-C in the terminal reaches only the supervisor) and get
 PR_SET_PDEATHSIG: when the supervisor dies, so do they. Processes that a dead learner command left behind (the
-ranks of a killed `torchrun`, in sessions of their own) are found by their environment and killed before the next start.
+ranks of a killed `torchrun`, in sessions of their own) are found by their environment and killed before the next start;
+so is what a dead supervisor left behind, such as a learner below a shell: it holds that one's memory.
 
 The daemon starts first, for the other regions wait for its vote. Where processors are few, the learner's imports would
 hold it up. So they begin when it is up, or `daemon_first_s` later.
@@ -47,10 +48,19 @@ from diloco_node.errors import StorageError
 from diloco_node.file_lock import lock_file
 from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, MemoryStore, PlaceMark
 from diloco_node.state_names import ADMIN_PORT_NAME, DAEMON_SOCKET_NAME, FINAL_NAME, LEDGER_NAME, MEMORY_SOCKET_NAME
-from diloco_node.supervisor.child import Child, ChildExited, ChildLog, memory_kills, show
+from diloco_node.supervisor.child import (
+    KILLED_S,
+    Child,
+    ChildExited,
+    ChildLog,
+    end_orphans,
+    memory_kills,
+    reap_strangers,
+)
 from diloco_node.supervisor.learner_watch import FROM_OUTSIDE, Action, LearnerWatch
 from diloco_node.supervisor.preload import ForkServer, ServerEnded, ServerReady, forkable_command
 from diloco_node.supervisor.process_file import write_process
+from diloco_node.supervisor.screen import SCREEN
 from diloco_node.supervisor.service_manager import NOTIFY_VARIABLES, ServiceManager
 from diloco_node.supervisor.supervisor_spec import (
     FINAL_CODES,
@@ -72,8 +82,10 @@ USAGE_CODE: Final = 2
 COUNTERS_POLL_S: Final = 1.0
 """Between two looks at the learner's counters."""
 
-KILLED_S: Final = 10.0
-"""Limit for a killed process to leave the machine."""
+FIRST_PID: Final = 1
+"""The id of a container's or a machine's first process."""
+
+REAP_POLL_S: Final = 5.0
 
 READY_POLL_S: Final = 0.05
 """Between two looks whether the daemon is up, until it is."""
@@ -149,13 +161,16 @@ class _Supervisor:
         line = json.dumps(fact) if self._spec.log_format == "json" else logfmt(fact)
         self._log.write(f"{line}\n".encode())
         if self._spec.is_echoing:
-            show(f"{stamp} {self._spec.region}: {text}\n".encode())
+            SCREEN.write(f"{stamp} {self._spec.region}: {text}\n".encode())
         self._manager.send(f"STATUS={text}")
 
     def run(self) -> int:
         try:
             if self._learner is not None:
                 write_process(self._spec.state_dir, self._watch.document())  # not what the supervisor before said
+            if orphans := end_orphans(self._env["DILOCO_SUPERVISOR"], self._spec.state_dir):
+                numbers = ", ".join(map(str, orphans))
+                self.say(f"killed what the supervisor before left behind, with its memory: pid {numbers}")
             # One that lies there is that of a daemon before, and would say that this one is up.
             (self._spec.state_dir / ADMIN_PORT_NAME).unlink(missing_ok=True)
             for child in self._children:
@@ -172,6 +187,7 @@ class _Supervisor:
             self._stop_all()
             for log in (self._log, *(child.log for child in self._children)):
                 log.close()
+            SCREEN.flush()
 
     def _start_fork_server(self) -> None:
         if self._forks is not None and self._learner is not None:
@@ -185,7 +201,16 @@ class _Supervisor:
             if self._forks.is_starting:
                 child.restart_at_s = None  # both would import the same: ServerReady or ServerEnded brings it here again
                 return
-        child.start(self._env, self.events.put, gives_way=child is not self._daemon)
+        try:
+            child.start(self._env, self.events.put, gives_way=child is not self._daemon)
+        except (OSError, RuntimeError) as error:
+            wait_s = child.schedule_restart(0.0)
+            reason = error.strerror if isinstance(error, OSError) else error
+            self.say(
+                f"{child.name} can't be started ({reason}): trying again in {wait_s:.1f} s; look at the limits of "
+                "processes, threads and open files (ulimit -u -n, pids.max)"
+            )
+            return
         self.say(f"{child.name} started, start={child.starts}{', forked' if child.is_forked else ''}")
         if child is self._learner:
             self._counters = self._memory.contents(COUNTERS_AREA)
@@ -216,6 +241,9 @@ class _Supervisor:
             if waiting[-1] <= now_s:
                 self._start_fork_server()
         waiting += looks
+        if os.getpid() == FIRST_PID:
+            reap_strangers({child.pid for child in self._children} | {self._forks.pid if self._forks else 0})
+            waiting.append(now_s + REAP_POLL_S)
         try:
             event = self.events.get(timeout=max(0.0, min(waiting) - now_s) if waiting else None)
         except queue.Empty:
@@ -399,9 +427,12 @@ class _Supervisor:
         for child in (self._learner, self._daemon):
             if child is None or not child.is_running:
                 continue
-            child.send_signal(signal.SIGTERM)
             now_s = time.monotonic()
             limit_s = max(reserve_s, end_s - now_s - (reserve_s if child is self._learner else 0.0))
+            place = self._place()
+            if child is self._learner and place is not None:
+                child.stop_below(place.pid, limit_s)
+            child.send_signal(signal.SIGTERM)
             if not self._await_exit(child, now_s + limit_s):
                 self.say(f"{child.name} did not stop within {limit_s:.0f} s: killed{self._loss(child)}")
                 child.kill()

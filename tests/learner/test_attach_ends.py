@@ -15,6 +15,7 @@ from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.process_signals import LearnerPlace
+from diloco_node.shared_memory import MemoryStore
 from diloco_node.storage.trained import read_trained
 from diloco_node.wire.learner_link import (
     Attach,
@@ -95,6 +96,18 @@ def test_daemon_of_another_run_stops_the_learner(folder: Path) -> None:
         second.wait_attached()
         with pytest.raises(LearnerError, match="restart the learner"):
             toy.steps_until(diloco, second, Done, 1)
+
+
+def test_a_learner_attaches_to_no_daemon_that_shares_another_memory(folder: Path) -> None:
+    """It has outlived its supervisor: what it writes is not what that daemon would merge."""
+    toy = Toy()
+    with FakeDaemon(folder) as first:
+        diloco = diloco_node.attach(toy.model, toy.optimizer)
+        theta = first.theta
+    with diloco, MemoryStore(folder / "memory.sock"), FakeDaemon(folder, theta=theta) as second:
+        with pytest.raises(LearnerError, match="shares the memory of another"):
+            toy.steps_until(diloco, second, Done, 1)
+        assert second.attaches == []
 
 
 def _fields(attach: Attach) -> dict[str, object]:

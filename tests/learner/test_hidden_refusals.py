@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +20,7 @@ import diloco_node
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.leaving import note_refusal_of_rank
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
-from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
 from tests.kit.waiting import until
 from tests.kit.watched_model import load, make, net, train
 
@@ -68,6 +70,39 @@ def test_a_refusal_that_a_script_hides_is_in_its_last_mark(folder: Path, hide: C
             train(model, optimizer, diloco)
         assert (last := mark_of(folder)) is not None
         assert (last.fault, last.has_left) == ("", True), "another attach() is another beginning"
+
+
+SCRIPT = """
+import sys, contextlib, multiprocessing
+import diloco_node
+from tests.kit.watched_model import make, net, train
+def attached():
+    diloco = diloco_node.attach(model := net(), optimizer := make(model))
+    train(model, optimizer, diloco)
+    return diloco
+def below(work):
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+def fail(): attached(), 1 / 0
+def leave(): attached(), sys.exit(0)
+def hide():
+    with contextlib.suppress(ValueError), attached():
+        raise ValueError("no space")
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "has_ended"),
+    [("attached()", True), ("below(leave)", True), ("fail()", False), ("below(fail)", False), ("hide()", False)],
+)
+def test_a_script_that_never_closes_has_ended_unless_something_ends_it(folder: Path, end: str, has_ended: bool) -> None:
+    """A shell above it may hide the exit code: the mark does not."""
+    with FakeDaemon(folder):
+        subprocess.run([sys.executable, "-c", SCRIPT + end], timeout=PATIENCE_S, check=False)
+        assert (mark := mark_of(folder)) is not None
+        assert mark.step == 1
+        assert (mark.has_ended, mark.is_over, mark.fault) == (has_ended, has_ended, "")
 
 
 def test_an_exception_of_the_scripts_own_that_it_catches_is_its_own_affair(folder: Path) -> None:

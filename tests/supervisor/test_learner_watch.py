@@ -212,7 +212,9 @@ def test_one_that_was_asked_to_stop_from_outside_is_not_done() -> None:
     assert (watch.state, watch.crashes) == ("waiting", 0)
     assert watch.reason == "a signal from outside asked it to stop, and the run goes on"
     watch.started(None, now_s=6, place=PlaceMark(7, step=3, is_interrupted=True))
-    assert not watch.ended(0, lived_s=5.0, now_s=11, place=PlaceMark(8, step=9)), "this life ended by itself"
+    assert not watch.ended(0, lived_s=5.0, now_s=11, place=PlaceMark(8, step=9, has_left=True)), (
+        "this life ended by itself"
+    )
 
 
 def test_one_whose_script_hides_a_refusal_has_crashed_whatever_its_exit_code() -> None:
@@ -229,6 +231,17 @@ def test_one_whose_script_hides_a_refusal_has_crashed_whatever_its_exit_code() -
         assert goes_on is (life < 7)
     assert watch.state == "stopped"
     assert "the last time: exit code 0 after 0.5 s: its script hides an error: LearnerError: no" in watch.reason
+
+
+@pytest.mark.parametrize("kills", [0, 1])
+def test_one_that_was_killed_below_a_shell_has_crashed_though_the_shell_ends_with_0(kills: int) -> None:
+    watch = running()
+    assert watch.ended(0, lived_s=5.0, now_s=5, place=PlaceMark(7, step=3), memory_kills=kills)
+    assert (watch.state, watch.crashes) == ("waiting", 1)
+    assert ("the kernel killed something for memory" in watch.reason) is bool(kills)
+    assert (
+        "it never left the run: was it killed, or had it an error, which a shell or its script hides?" in watch.reason
+    )
 
 
 def refused_looks(watch: LearnerWatch, place: PlaceMark, to_s: int, mark: bytes = b"1") -> list[tuple[int, Action]]:

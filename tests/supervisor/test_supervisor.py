@@ -250,7 +250,9 @@ def test_a_learner_whose_script_hides_a_refusal_and_trains_on_is_ended_and_start
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang_s: float
 ) -> None:
     monkeypatch.setattr(learner_watch, "REFUSED_S", 0.5)
-    learner = LEAVE + "if note('learner') == 1:\n    mark(fault='LearnerError: no')\n    time.sleep(600)\nmark()"
+    learner = (
+        LEAVE + "if note('learner') == 1:\n    mark(fault='LearnerError: no')\n    time.sleep(600)\nmark(has_left=True)"
+    )
     regular = dataclasses.replace(spec(tmp_path, NOTE + "wait_until('done')", learner), hang_s=hang_s)
     assert run_supervisor(regular) == 0
     assert len(lives(tmp_path, "learner")) == 2
@@ -265,6 +267,27 @@ def test_no_child_survives_the_supervisor(tmp_path: Path) -> None:
     process.wait(PATIENCE_S)
     assert is_gone(lives(tmp_path, "daemon")[0])
     assert is_gone(lives(tmp_path, "learner")[0])
+
+
+def test_what_a_killed_supervisor_left_behind_is_ended_before_the_next_one_starts_anything(tmp_path: Path) -> None:
+    """A learner below a shell, which dies with the supervisor alone; its memory is none that the next daemon shares."""
+    (tmp_path / "train.py").write_text(NOTE + "import signal\nnote('orphan')\nsignal.pause()")
+    below = NOTE + "note('learner')\nos.execvp('bash', ['bash', '-c', f'{sys.executable} {place}/train.py; true'])"
+    process = start(tmp_path, NOTE + "note('daemon')\n" + WAIT, below)
+    until(lambda: lives(tmp_path, "orphan"))
+    [orphan] = lives(tmp_path, "orphan")
+    process.kill()
+    process.wait(PATIENCE_S)
+    assert is_gone(lives(tmp_path, "learner")[0])
+    assert Path(f"/proc/{orphan}").exists()
+    elsewhere = {**os.environ, "DILOCO_SUPERVISOR": str(tmp_path / "memory.sock"), "PLACE": str(tmp_path)}
+    stranger = subprocess.Popen([sys.executable, "-c", WAIT], env=elsewhere)
+    daemon = NOTE + "assert not pathlib.Path('/proc/ORPHAN').exists()\nassert note('daemon') == 2"
+    assert run_supervisor(spec(tmp_path, daemon.replace("ORPHAN", str(orphan)), None)) == 0
+    assert f"left behind, with its memory: pid {orphan}" in (tmp_path / "logs" / "supervisor.log").read_text()
+    assert stranger.poll() is None, "somebody has started it by hand"
+    stranger.kill()
+    stranger.wait(PATIENCE_S)
 
 
 def test_second_supervisor_on_the_same_folder_is_refused(tmp_path: Path) -> None:
