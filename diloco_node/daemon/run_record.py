@@ -27,7 +27,7 @@ REPORT_NAME: Final = "report.json"
 """The region's last status document, in its folder."""
 
 WAY_ON: Final = "to go on with it, raise run.steps or run.tokens in run.toml, and start its regions"
-"""What an order to a run that is over is answered with."""
+"""The remedy in the answer to an order to a run that is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def is_complete(state_dir: Path, record: RunRecord | None) -> bool:
 def set_final_aside(state_dir: Path) -> None:
     """Rename the final model of a run that goes on, if there is one, to the next free `final-N.safetensors`.
 
-    What is of its last end alone goes: the report, and the wishes. Raises StorageError: the folder can't be written.
+    The report and the wishes of its last end are removed. Raises StorageError: the folder can't be written.
     """
     paths = (state_dir / f"final-{number}.safetensors" for number in count(1))
     final = state_dir / FINAL_NAME
