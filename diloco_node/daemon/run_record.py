@@ -27,7 +27,7 @@ REPORT_NAME: Final = "report.json"
 """The region's last status document, in its folder."""
 
 WAY_ON: Final = "to go on with it, raise run.steps or run.tokens in run.toml, and start its regions"
-"""The remedy in the answer to an order to a run that is over."""
+"""Remedy in the answer to an order to a run that is over."""
 
 
 @dataclass(frozen=True, slots=True)

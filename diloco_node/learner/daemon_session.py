@@ -23,11 +23,11 @@ from diloco_node.learner.daemon_link import LearnerLink, check_memory
 from diloco_node.learner.fragment_settings import ENCODER_VARIABLE, FragmentSettings
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.leaving import note_end
+from diloco_node.learner.leaving import mark_of_earlier, note_end
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.process_signals import TerminateFlag
 from diloco_node.learner.rank_exchange import RankExchange
-from diloco_node.learner.ranks import NO_ORDERS, WAITING, Orders, Ranks
+from diloco_node.learner.ranks import NO_ORDERS, Orders, Ranks
 from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.run_clock import RunClock, StepTimer
 from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, PLACE_BYTES, PlaceMark, area_inode, request_area
@@ -113,11 +113,8 @@ class LearnerSession:
         self._memory_inode = 0
         self._forget_end: Callable[[], object] = lambda: None
         self._memory = memory
-        self._tensors = tensors
-        self._specs = specs
-        self._shards = shards
-        self._ranks = ranks
-        self._listing = listing
+        self._tensors, self._specs, self._listing = tensors, specs, listing
+        self._shards, self._ranks = shards, ranks
         # Both from the first Welcome on, for the life of the process.
         self._fragments: LearnerFragments | None = None
         self._counter: TrainedCounter | None = None
@@ -126,7 +123,7 @@ class LearnerSession:
         self._news = NO_ORDERS  # other shards and settings, until a boundary takes them
         # Fragments whose offer this daemon has made and not been answered; an older daemon's are forgotten.
         self._offered: set[int] = set()
-        # By the encoder's thread: parameters are not finite, and the next boundary raises.
+        # Set by the encoder's thread: parameters are not finite, and the next boundary raises.
         self._denied: SnapshotDenied | None = None
         # The script's wish for the end of the run: every daemon is told.
         self._end_wanted: EndWanted | None = None
@@ -153,11 +150,9 @@ class LearnerSession:
         Raises LearnerError: the daemon refuses this learner, or cuts the model in another way.
         """
         noted_s = time.monotonic()
-        area = request_area(self._memory, PLACE_AREA, PLACE_BYTES)
-        last = PlaceMark.decode(area[:])
-        if last is not None and last.pid == os.getpid():
-            # An attach before this one has left, or was refused: the supervisor would let it wait for ever, or end it.
-            self._place_area, self._is_second = area, last.has_left
+        if (mark := mark_of_earlier(self._memory)) is not None:
+            # The supervisor would let this one wait for ever, or end it.
+            self._place_area, self._is_second = mark
             self._write_place(self.place)
         while True:
             self.hear()
@@ -449,9 +444,8 @@ def join(session: LearnerSession | None, ranks: Ranks, is_stopping: Callable[[],
 
     Raises LearnerError: as `LearnerSession.join`; another rank is gone.
     """
-    welcome = session.join(is_stopping, lambda: ranks.share_bytes(WAITING)) if session is not None else None
-    while (body := ranks.share_bytes(b"" if welcome is None else TO_LEARNER.encode(welcome))) == WAITING:
-        pass
+    welcome = session.join(is_stopping, ranks.say_wait) if session is not None else None
+    body = ranks.share_late(b"" if welcome is None else TO_LEARNER.encode(welcome))
     if not body:
         return None
     message = TO_LEARNER.decode(body)

@@ -86,6 +86,18 @@ def _change_mark(change: Callable[[PlaceMark | None], PlaceMark | None]) -> None
             area[:] = mark.encode()
 
 
+def mark_of_earlier(memory: Path) -> tuple[mmap.mmap, bool] | None:
+    """Return the area with the mark of an attach of this process that has left, or was refused, and whether it has
+    left; None: there was none."""
+    with contextlib.suppress(LearnerError):  # a learner may come before its region
+        area = request_area(memory, PLACE_AREA, PLACE_BYTES)
+        last = PlaceMark.decode(area[:])
+        if last is not None and last.pid == os.getpid():
+            return area, last.has_left
+        area.close()
+    return None
+
+
 def note_end(area: mmap.mmap) -> Callable[[], object]:
     """Have the mark in the area say that this process came to its end, unless an exception ends it, or a kill: scripts
     need not close what `attach` returned. Returns what takes that back."""

@@ -265,6 +265,19 @@ class Ranks:
         """The bytes of every rank, on every rank."""
         return [self.share_bytes(data, source=rank) for rank in range(self.size)]
 
+    def say_wait(self) -> None:
+        """Rank 0's word to the others, which are in `share_late`, that it has nothing yet."""
+        self.share_bytes(WAITING)
+
+    def share_late(self, data: bytes) -> bytes:
+        """The bytes of rank 0, which may come after hours; it calls `say_wait` meanwhile.
+
+        Raises LearnerError: a rank is gone.
+        """
+        while (body := self.share_bytes(data)) == WAITING:
+            pass
+        return body
+
     def share_bytes(self, data: bytes, *, source: int = 0) -> bytes:
         """The bytes of one rank, on every rank; the others' are ignored. Raises LearnerError: a rank is gone."""
         if self.size == 1:

@@ -327,7 +327,6 @@ def test_the_others_hear_that_rank_0_still_waits_for_its_daemon(monkeypatch: pyt
     assert join(None, second, lambda: False) == WELCOME
     assert not said
     monkeypatch.setattr(daemon_session, "NOTE_EVERY_S", 0.0)
-    monkeypatch.setattr(daemon_session, "_departed", set())  # learners of other tests
     monkeypatch.setattr(daemon_session, "LearnerLink", lambda *_: MagicMock(may_have_commands=False))
     waits: list[int] = []
     nothing: Any = None

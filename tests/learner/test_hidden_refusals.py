@@ -266,7 +266,6 @@ def test_a_second_attach_that_the_daemon_refuses_is_no_crash_of_the_learner_that
 
 
 def test_an_attach_that_the_daemon_refuses_at_first_is_a_crash(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco_node.learner.daemon_session._departed", set())  # of tests in this process
     with FakeDaemon(folder) as daemon:
         monkeypatch.setattr(daemon, "rejection_reason", lambda *_: "this is not the run's model")
         with pytest.raises(LearnerError, match="refused this learner"):

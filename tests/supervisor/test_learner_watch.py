@@ -199,9 +199,9 @@ def test_one_that_ends_by_itself_is_done() -> None:
 
 
 def test_one_that_ends_in_mid_run_as_if_it_were_done_says_what_is_lost() -> None:
-    """By `os._exit(0)`, or because its script never calls close()."""
+    """Its script never calls close()."""
     watch = running()
-    assert not watch.ended(0, lived_s=5.0, now_s=5, place=PlaceMark(7, step=3))
+    assert not watch.ended(0, lived_s=5.0, now_s=5, place=PlaceMark(7, step=3, has_ended=True))
     assert (watch.state, watch.crashes) == ("done", 0)
     assert watch.reason.startswith("it ended without close() or a `with` block: its last steps are in no merge")
 
