@@ -234,7 +234,7 @@ def test_a_learner_whose_script_hides_a_refusal_is_started_again(tmp_path: Path)
         "area = request_area(pathlib.Path(os.environ['DILOCO_SUPERVISOR']), PLACE_AREA, PLACE_BYTES)\n"
         "life = note('learner')\n"
         "fault = 'LearnerError: weights were loaded' * (life == 1)\n"
-        "area[:] = PlaceMark(os.getpid(), step=9, fault=fault, has_left=not fault).encode()\n"
+        "area[:] = PlaceMark(os.getpid(), step=9, fault=fault, has_left=life == 3, has_ended=not fault).encode()\n"
     )
     assert run_supervisor(spec(tmp_path, NOTE + "wait_until('done')", learner)) == 0
     assert len(lives(tmp_path, "learner")) == 2
