@@ -220,14 +220,14 @@ class Daemon:
                 founders = record.genesis.regions if self.spec.joined else self.spec.regions
                 record.check(self.spec.state_dir, run_id=self.spec.run_id, founders=founders)
                 record.check_model(self.spec.state_dir, manifest.digest, is_listed=is_listed)
-            if is_listed:
-                await in_thread(self._threads.disk, save_manifest, self.spec.state_dir, manifest)
             self._was_finished = is_complete(self.spec.state_dir, record)
             node = Node(runtime, manifest, recovery)
         except (StorageError, ProtocolViolation) as error:  # whole frames, but what they say can't be
             begin_again = self._store.begin_again
             recovery = await in_thread(self._threads.files, begin_again, str(error), len(manifest.fragments))
-            node = Node(runtime, manifest, recovery)
+            node, record = Node(runtime, manifest, recovery), None
+        if is_listed:  # a disk that refuses ends the daemon, and is no reason to begin again
+            await in_thread(self._threads.disk, save_manifest, self.spec.state_dir, manifest)
         if record is not None and extension(record.end, self.spec.settings) is not None:
             self._was_finished = False
             await in_thread(self._threads.files, set_final_aside, self.spec.state_dir)

@@ -24,12 +24,16 @@ log = structlog.get_logger(part="disk")
 
 
 class EndWishes:
-    """Wishes for the run's end on disk. folder: the region's."""
+    """Wishes for the run's end on disk. folder: the region's.
 
-    def __init__(self, folder: Path) -> None:
+    limits: steps and tokens of the run that this daemon was started for: a wish for another end is none.
+    """
+
+    def __init__(self, folder: Path, limits: tuple[int, int]) -> None:
         self._path = folder / WISHES_NAME
+        self._limits = list(limits)
         # Reasons, by "order" and "vote".
-        self._reasons = _read(self._path)
+        self._reasons = _read(self._path, self._limits)
 
     @property
     def last(self) -> list[FinishRequested]:
@@ -44,7 +48,7 @@ class EndWishes:
         self._reasons = reasons
         try:
             if reasons:
-                replace_file(self._path, [json.dumps(reasons).encode()])
+                replace_file(self._path, [json.dumps({**reasons, "limits": self._limits}).encode()])
             else:  # a full disk allows that, too
                 self._path.unlink(missing_ok=True)
                 sync_folder(self._path.parent)
@@ -52,11 +56,11 @@ class EndWishes:
             log.warning("the wishes for the run's end on disk are not those of now", reason=str(error))
 
 
-def _read(path: Path) -> dict[str, str]:
+def _read(path: Path, limits: list[int]) -> dict[str, str]:
     with contextlib.suppress(OSError, ValueError, RecursionError):
         with path.open("rb") as file:
             document = json.loads(file.read(16 * REASON_BYTES))
-        if isinstance(document, dict):
+        if isinstance(document, dict) and document.get("limits") == limits:
             return {
                 kind: reason
                 for kind in ("order", "vote")

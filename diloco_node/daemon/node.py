@@ -182,7 +182,7 @@ class Node:
         self.settings = SettingsWatch(spec, note)
         # The log has the genesis of a run; never taken back.
         self._has_begun = False
-        self._end_wishes = EndWishes(spec.state_dir)
+        self._end_wishes = EndWishes(spec.state_dir, (spec.settings.steps_max, spec.settings.tokens_max))
         # The core has the wishes of an earlier daemon, if they are not of an end that the ledger tells.
         self._has_recalled = False
         # The budget of which the core knows.
@@ -403,7 +403,7 @@ class Node:
 
     def finish(self, reason: str) -> None:
         """Ask the run to end. Raises ConfigError: it is over."""
-        if self._knows_run and (end := self.core.history.finished) is not None:
+        if self._knows_run and (end := self.core.end.end) is not None:
             since = since_and_model(self._spec.state_dir)
             raise ConfigError(f"the run is over here already (finished: {end.reason}{since}): {WAY_ON}")
         self._post(ev.FinishOrdered(reason))

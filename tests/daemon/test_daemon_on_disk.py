@@ -19,6 +19,7 @@ from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import FinishedBody, LeaderBody
+from diloco_node.daemon import daemon as daemon_module
 from diloco_node.daemon import node as node_module
 from diloco_node.daemon.admin.status_document import write_report
 from diloco_node.daemon.daemon import Daemon
@@ -28,7 +29,7 @@ from diloco_node.daemon.run_history import HISTORY_NAME
 from diloco_node.daemon.run_record import REPORT_NAME
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.work import in_thread
-from diloco_node.errors import ConfigError, StorageError
+from diloco_node.errors import ConfigError, DiskRefused, StorageError
 from diloco_node.state_names import ADMIN_PORT_NAME, LEDGER_NAME
 from diloco_node.storage.store import RegionStore
 from diloco_node.supervisor.process_file import write_process
@@ -325,3 +326,26 @@ async def test_a_region_that_lost_its_disk_uses_no_incarnation_that_the_ledger_k
     assert welcome.incarnation == 42
     await learner.close()
     assert await end(daemon, running) == 0
+
+
+async def test_a_disk_that_refuses_the_list_of_tensors_costs_no_ledger(
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another try may go through; a ledger that makes no sense is another thing."""
+    begin_run(spec.state_dir, spec.run_id, ("a",))
+    (spec.state_dir / "manifest.json").unlink(missing_ok=True)
+    before = (spec.state_dir / LEDGER_NAME).read_bytes()
+
+    def refuse(*_: object) -> None:
+        raise DiskRefused("no room")
+
+    monkeypatch.setattr(daemon_module, "save_manifest", refuse)
+    daemon = Daemon(dataclasses.replace(spec, regions=("a",)))
+    running = asyncio.create_task(daemon.run())
+    learner = await Learner.attach(spec)
+    with pytest.raises(DiskRefused, match="no room"):
+        async with asyncio.timeout(120):
+            await running
+    await learner.close()
+    assert (spec.state_dir / LEDGER_NAME).read_bytes() == before
+    assert not [path for path in spec.state_dir.iterdir() if "damaged" in path.name]

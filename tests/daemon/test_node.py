@@ -389,7 +389,9 @@ async def extend(world: World) -> None:
         region.spec = replace(region.spec, settings=region.settings)
         region.learner = FakeLearner(region, seed, 0.05)
         if region.name == "c":  # as if its disk had refused to remove it
-            EndWishes(region.folder).save([FinishRequested("an order of the first end", True)])
+            EndWishes(region.folder, (region.settings.steps_max, region.settings.tokens_max)).save(
+                [FinishRequested("an order of the first end", True)]
+            )
         await region.start_daemon()
         region.spawn(region.learner.live(), "learner")
     await world.until("the run goes on", lambda: world.regions["a"].node.core.view().versions > versions)

@@ -327,7 +327,8 @@ class RoundLeader:
         if self._audit.is_waiting(round_, projection, partial(self._liveness.reaches, now_ns=now_ns), now_ns=now_ns):
             return
         doubt = self._audit.question(round_, projection, now_ns=now_ns)
-        if doubt and round_.reducers == (self._region,):
+        has_tried = round_.windows in round_.own_rows  # in vain: the contributions are gone
+        if doubt and round_.reducers == (self._region,) and not has_tried:
             self._audit.request(round_)  # All contributions are here already.
         elif doubt:
             self._reduce_alone(round_, doubt, now_ns)

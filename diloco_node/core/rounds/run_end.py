@@ -138,9 +138,9 @@ class RunEnd:
 
     def on_commit(self, body: EntryBody) -> None:
         """Let go of the wishes at the end, and begin anew when the run is extended."""
-        if isinstance(body, FinishedBody | ExtendedBody):
+        if isinstance(body, FinishedBody):
             self._order = self._vote = None
-        if isinstance(body, ExtendedBody):
+        if isinstance(body, ExtendedBody):  # wishes that came since the end are for this one
             self.is_final = self._is_writing = self._is_believed = False
             self._reason = None
             self._votes.clear()
