@@ -23,7 +23,7 @@ from diloco_node.learner.daemon_link import LearnerLink, check_memory
 from diloco_node.learner.fragment_settings import ENCODER_VARIABLE, FragmentSettings
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.leaving import mark_of_earlier, note_end
+from diloco_node.learner.leaving import mark_of_earlier, note_end, remember
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.process_signals import TerminateFlag
 from diloco_node.learner.rank_exchange import RankExchange
@@ -112,8 +112,7 @@ class LearnerSession:
         self._place_area: mmap.mmap | None = None
         self._memory_inode = 0
         self._forget_end: Callable[[], object] = lambda: None
-        self._memory = memory
-        self._tensors, self._specs, self._listing = tensors, specs, listing
+        self._memory, self._tensors, self._specs, self._listing = memory, tensors, specs, listing
         self._shards, self._ranks = shards, ranks
         # Both from the first Welcome on, for the life of the process.
         self._fragments: LearnerFragments | None = None
@@ -425,11 +424,11 @@ class LearnerSession:
         is_interrupted = has_stop and not isinstance(last, Done)
         if is_interrupted and self._place_area is None:  # before the first Welcome
             self._place_area = request_area(self._memory, PLACE_AREA, PLACE_BYTES)
-        if isinstance(last, Failed):
+        if last is not None:
             self._forget_end()
         is_over = (self._is_second and self.welcome is None) or (last is None and bool(self.final_versions))
         has_left = isinstance(last, Done) or (is_over and not has_stop)
-        self._write_place(replace(self.place, activity="", is_interrupted=is_interrupted, has_left=has_left))
+        self._write_place(remember(replace(self.place, activity="", is_interrupted=is_interrupted, has_left=has_left)))
         if last is not None:
             self.link.send(last)
         self.link.close(FLUSH_S)

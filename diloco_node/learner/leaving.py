@@ -43,6 +43,11 @@ LATE_STEP: Final = (
 log = logging.getLogger("diloco_node.learner")
 
 
+_departed: Final[set[int]] = set()
+"""Numbers of processes of which an attach has left, or was refused: this one, or those that it was forked from. A mark
+alone may be of the life before: in a container of its own that had this number, too."""
+
+
 def failure(error: BaseException) -> Failed:
     """Return the last word of a learner that an exception ends, whatever text it has."""
     try:
@@ -72,10 +77,20 @@ def note_refusal_of_rank(error: BaseException) -> None:
 def _own_mark(fault: str, last: PlaceMark | None) -> PlaceMark | None:
     pid = os.getpid()
     # The learner may be another rank, or the process that has started this one.
-    is_own = last is None or (not last.has_left if last.pid == pid else not is_alive(last.pid))
-    if is_own and last is not None and last.has_left and last.pid != pid:
+    is_free = last is None or (not (last.has_left and pid in _departed) if last.pid == pid else not is_alive(last.pid))
+    if not is_free:
+        return None
+    if last is not None and last.has_left and last.pid != pid:
         return replace(last, fault=fault)  # of this life or of the one before: the supervisor knows
-    return PlaceMark(pid, fault=fault) if is_own else None
+    _departed.add(pid)
+    return PlaceMark(pid, fault=fault)
+
+
+def remember(mark: PlaceMark) -> PlaceMark:
+    """Return a mark of this process, which may attach again: that it has left is known then."""
+    if mark.has_left:
+        _departed.add(os.getpid())
+    return mark
 
 
 def _change_mark(change: Callable[[PlaceMark | None], PlaceMark | None]) -> None:
@@ -89,6 +104,8 @@ def _change_mark(change: Callable[[PlaceMark | None], PlaceMark | None]) -> None
 def mark_of_earlier(memory: Path) -> tuple[mmap.mmap, bool] | None:
     """Return the area with the mark of an attach of this process that has left, or was refused, and whether it has
     left; None: there was none."""
+    if os.getpid() not in _departed:
+        return None
     with contextlib.suppress(LearnerError):  # a learner may come before its region
         area = request_area(memory, PLACE_AREA, PLACE_BYTES)
         last = PlaceMark.decode(area[:])
@@ -98,18 +115,21 @@ def mark_of_earlier(memory: Path) -> tuple[mmap.mmap, bool] | None:
     return None
 
 
+def _last_errors() -> tuple[BaseException | None, ...]:
+    """Return what ends a process of multiprocessing, and any other, if an exception does."""
+    return sys.exc_info()[1], getattr(sys, "last_value", None)
+
+
 def note_end(area: mmap.mmap) -> Callable[[], object]:
     """Have the mark in the area say that this process came to its end, unless an exception ends it, or a kill: scripts
     need not close what `attach` returned. Returns what takes that back."""
+    handled = _last_errors()
 
     def write() -> None:
-        error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # in a process of multiprocessing, or another
+        error = next((error for error in _last_errors() if error is not None and error not in handled), None)
         mark = PlaceMark.decode(area[:])
-        if (
-            mark is not None
-            and mark.pid == os.getpid()
-            and (not error or (isinstance(error, SystemExit) and not error.code))
-        ):
+        is_good = error is None or (isinstance(error, SystemExit) and not error.code)
+        if mark is not None and mark.pid == os.getpid() and is_good:
             area[:] = replace(mark, has_ended=True).encode()
 
     return Finalize(None, write, exitpriority=0).cancel

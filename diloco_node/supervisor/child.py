@@ -52,6 +52,9 @@ _CRASH: Final = re.compile(
 KILLED_S: Final = 10.0
 """Limit for a killed process to leave the machine."""
 
+ORPHAN_LEAVES_S: Final = 15.0
+"""For the last checkpoint of a learner whose supervisor is gone."""
+
 ORPHAN_POLL_S: Final = 0.05
 
 COMMAND_CHARS_MAX: Final = 80
@@ -325,19 +328,23 @@ def _kill_group(pid: int, number: int) -> None:
 
 
 def end_orphans(memory: str, state_dir: Path) -> list[int]:
-    """Kill what an earlier supervisor of this state folder started, and wait for its end: it holds that one's memory,
-    and perhaps the device. Call with the folder's lock held. Returns the process ids."""
+    """End what an earlier supervisor of this state folder started, and wait for that: it holds that one's memory, and
+    perhaps the device. Call with the folder's lock held. Returns the process ids.
+
+    It is asked first: its supervisor's end may have done so already, and it writes its checkpoint.
+    """
     ended: set[int] = set()
-    deadline_s = time.monotonic() + KILLED_S
-    while orphans := [
+    kill_s = time.monotonic() + ORPHAN_LEAVES_S
+    while orphans := {
         pid for pid in _left_behind([f"DILOCO_SUPERVISOR={memory}".encode()]) if _is_here(pid, state_dir)
-    ]:
-        if time.monotonic() > deadline_s:
+    }:
+        late_s = time.monotonic() - kill_s
+        if late_s > KILLED_S:
             break
-        for pid in orphans:
+        for pid in orphans if late_s > 0.0 else orphans - ended:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        ended.update(orphans)
+                os.kill(pid, signal.SIGKILL if late_s > 0.0 else signal.SIGTERM)
+        ended |= orphans
         time.sleep(ORPHAN_POLL_S)
     return sorted(ended)
 

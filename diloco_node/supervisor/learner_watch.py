@@ -38,8 +38,9 @@ FORGIVEN_S: Final = 3600.0
 ABORT_S: Final = 3.0
 """For the stacks of all threads, which SIGABRT makes Python write, before SIGKILL."""
 
-REFUSED_S: Final = 120.0
-"""For what a script does once it was refused: write its own files, wait for a checkpoint, end its other ranks."""
+REFUSED_S: Final = 600.0
+"""For what a script does once it was refused: write its own files, wait for a checkpoint, end its other ranks, load the
+model anew for another attach."""
 
 STUCK_S: Final = 30.0
 """A process that is still there so long after SIGKILL is held by the kernel: its device, or its disk."""
@@ -146,7 +147,7 @@ class LearnerWatch:
         if self._aborted_s is not None:
             return self._escalate(now_s - self._aborted_s)
         own = place if place != self.old_place else None
-        if own is not None and (own.has_left or own.fault):
+        if own is not None and (own.is_over or own.fault):
             return self._look_outside(own, mark, now_s)
         self._refused_s = None
         if self._doublings and now_s - self._doubled_s > FORGIVEN_S:
@@ -186,14 +187,15 @@ class LearnerWatch:
             self._mark, self._stepped_s, self._pause = mark, None, None
             return Action.NOTHING
         self._refused_s = now_s if self._refused_s is None else self._refused_s
-        if now_s - self._refused_s <= REFUSED_S:
+        has_pause = bool(place.activity) and now_s - place.since_s <= place.limit_s
+        if has_pause or now_s - self._refused_s <= REFUSED_S:
             return Action.NOTHING
         return self._abort(f"goes on outside of the run: {HIDES}: {place.fault}", now_s)
 
     def _had_part(self, place: PlaceMark) -> bool:
         """Whether a process of this life has left; a fault beside the word of the life before is of this one."""
         old_pid = 0 if self.old_place is None else self.old_place.pid
-        return place.has_left and (place.pid != old_pid or not place.fault)
+        return place.is_over and (place.pid != old_pid or not place.fault)
 
     def _hang(self, reason: str, now_s: float) -> Action:
         self.hangs += 1

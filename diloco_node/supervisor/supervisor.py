@@ -292,7 +292,7 @@ class _Supervisor:
         limit_s, state = self._spec.finish_s, "has not left the run"
         if place is None or place == self._watch.old_place:
             state = "has not attached"
-        elif place.has_left:
+        elif place.is_over:
             return True
         elif (self._spec.state_dir / FINAL_NAME).exists():  # it is over for this learner, too, which was told so
             if place.activity and time.monotonic() - place.since_s <= place.limit_s:

@@ -405,3 +405,17 @@ def test_no_pause_hangs_where_nothing_does() -> None:
     watch.look(b"1", now_s=1.0)
     for at_s in range(2, 3000, 5):
         assert watch.look(b"1", now_s=at_s, place=busy(2.0)) is Action.NOTHING
+
+
+def test_what_a_refused_script_has_announced_is_not_cut_off() -> None:
+    watch = running()
+    save = PlaceMark(7, fault="LearnerError: no", activity="saving", since_s=10.0, limit_s=2 * REFUSED_S)
+    assert watch.look(b"1", now_s=10.0, place=save) is Action.NOTHING
+    assert watch.look(b"1", now_s=2 * REFUSED_S, place=save) is Action.NOTHING
+    assert watch.look(b"1", now_s=2 * REFUSED_S + 11, place=save) is Action.ABORT
+
+
+def test_what_follows_a_script_that_has_come_to_its_end_without_close_is_no_hang() -> None:
+    """A command may evaluate in a process of its own."""
+    watch = running()
+    assert watch.look(b"1", now_s=10 * HANG_S, place=PlaceMark(7, step=3, has_ended=True)) is Action.NOTHING
