@@ -13,7 +13,6 @@ from pathlib import Path
 
 import structlog
 
-from diloco_node.atomic_file import sync_folder
 from diloco_node.core.bounds import REASON_BYTES
 from diloco_node.core.messages import FinishRequested
 from diloco_node.errors import StorageError
@@ -41,7 +40,10 @@ class EndWishes:
         return [FinishRequested(reason, kind == "order") for kind, reason in sorted(self._reasons.items())]
 
     def save(self, wishes: Iterable[FinishRequested]) -> None:
-        """Have these on disk, and no others; durable when this returns, unless the disk refuses."""
+        """Have these on disk, and no others; durable when this returns, unless the disk refuses.
+
+        What is removed may come back by a power cut: the end that it was for is in the ledger.
+        """
         reasons = {"order" if wish.is_order else "vote": wish.reason for wish in wishes}
         if reasons == self._reasons:
             return
@@ -51,7 +53,6 @@ class EndWishes:
                 replace_file(self._path, [json.dumps({**reasons, "limits": self._limits}).encode()])
             else:  # a full disk allows that, too
                 self._path.unlink(missing_ok=True)
-                sync_folder(self._path.parent)
         except (OSError, StorageError) as error:
             log.warning("the wishes for the run's end on disk are not those of now", reason=str(error))
 
