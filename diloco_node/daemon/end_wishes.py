@@ -42,7 +42,7 @@ class EndWishes:
     def save(self, wishes: Iterable[FinishRequested]) -> None:
         """Have these on disk, and no others; durable when this returns, unless the disk refuses.
 
-        What is removed may come back by a power cut: the end that it was for is in the ledger.
+        A power cut may bring back those that were removed: the end that they were for is in the ledger.
         """
         reasons = {"order" if wish.is_order else "vote": wish.reason for wish in wishes}
         if reasons == self._reasons:

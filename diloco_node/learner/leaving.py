@@ -43,7 +43,7 @@ LATE_STEP: Final = (
 log = logging.getLogger("diloco_node.learner")
 
 
-_departed: Final[set[int]] = set()
+_leavers: Final[set[int]] = set()
 """Numbers of processes of which an attach has left, or was refused: this one, or those that it was forked from. A mark
 alone may be of the life before: in a container of its own that had this number, too."""
 
@@ -77,19 +77,19 @@ def note_refusal_of_rank(error: BaseException) -> None:
 def _own_mark(fault: str, last: PlaceMark | None) -> PlaceMark | None:
     pid = os.getpid()
     # The learner may be another rank, or the process that has started this one.
-    is_free = last is None or (not (last.has_left and pid in _departed) if last.pid == pid else not is_alive(last.pid))
+    is_free = last is None or (not (last.has_left and pid in _leavers) if last.pid == pid else not is_alive(last.pid))
     if not is_free:
         return None
     if last is not None and last.has_left and last.pid != pid:
         return replace(last, fault=fault)  # of this life or of the one before: the supervisor knows
-    _departed.add(pid)
+    _leavers.add(pid)
     return PlaceMark(pid, fault=fault)
 
 
 def remember(mark: PlaceMark) -> PlaceMark:
     """Return a mark of this process, which may attach again: that it has left is known then."""
     if mark.has_left:
-        _departed.add(os.getpid())
+        _leavers.add(os.getpid())
     return mark
 
 
@@ -104,7 +104,7 @@ def _change_mark(change: Callable[[PlaceMark | None], PlaceMark | None]) -> None
 def mark_of_earlier(memory: Path) -> tuple[mmap.mmap, bool] | None:
     """Return the area with the mark of an attach of this process that has left, or was refused, and whether it has
     left; None: there was none."""
-    if os.getpid() not in _departed:
+    if os.getpid() not in _leavers:
         return None
     with contextlib.suppress(LearnerError):  # a learner may come before its region
         area = request_area(memory, PLACE_AREA, PLACE_BYTES)

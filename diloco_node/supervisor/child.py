@@ -333,7 +333,7 @@ def end_orphans(memory: str, state_dir: Path) -> list[int]:
 
     It is asked first: its supervisor's end may have done so already, and it writes its checkpoint.
     """
-    ended: set[int] = set()
+    victims: set[int] = set()
     kill_s = time.monotonic() + ORPHAN_LEAVES_S
     while orphans := {
         pid for pid in _left_behind([f"DILOCO_SUPERVISOR={memory}".encode()]) if _is_here(pid, state_dir)
@@ -341,12 +341,12 @@ def end_orphans(memory: str, state_dir: Path) -> list[int]:
         late_s = time.monotonic() - kill_s
         if late_s > KILLED_S:
             break
-        for pid in orphans if late_s > 0.0 else orphans - ended:
+        for pid in orphans if late_s > 0.0 else orphans - victims:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL if late_s > 0.0 else signal.SIGTERM)
-        ended |= orphans
+        victims |= orphans
         time.sleep(ORPHAN_POLL_S)
-    return sorted(ended)
+    return sorted(victims)
 
 
 def _is_here(pid: int, state_dir: Path) -> bool:

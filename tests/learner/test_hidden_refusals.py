@@ -281,7 +281,7 @@ def test_the_mark_of_a_life_before_with_the_same_number_is_not_this_one_s(
     """In a container of its own the learner has the same number in each life."""
     with request_area(Path(os.environ["DILOCO_SUPERVISOR"]), PLACE_AREA, PLACE_BYTES) as area:
         area[:] = PlaceMark(os.getpid(), step=9, has_left=True).encode()
-    monkeypatch.setattr("diloco_node.learner.leaving._departed", set())
+    monkeypatch.setattr("diloco_node.learner.leaving._leavers", set())
     with FakeDaemon(folder) as daemon:
         monkeypatch.setattr(daemon, "rejection_reason", lambda *_: "this is not the run's model")
         with pytest.raises(LearnerError, match="refused this learner"):
