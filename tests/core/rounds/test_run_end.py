@@ -179,6 +179,7 @@ def test_an_extension_begins_anew() -> None:
     bench.end.want("enough", is_order=True)
     bench.hear("b", "c")
     bench.history.finished = FinishedBody((0, 0), FLAT, steps_max=200)
+    bench.end.on_commit(bench.history.finished)
     bench.end.pump()
     bench.end.on_final_written()
     bench.history.finished = None
@@ -188,3 +189,12 @@ def test_an_extension_begins_anew() -> None:
     assert bench.asked() == []
     assert bench.end.doubt(FinishedBody((0, 0), FLAT), now_ns=0) != "", "the end before is no reason for the next one"
     assert bench.hear("b", now_ns=1) is None
+
+
+def test_an_order_between_an_end_and_its_extension_is_for_the_extension() -> None:
+    bench = Bench()
+    bench.end.on_commit(FinishedBody((0, 0), FLAT, steps_max=200))
+    bench.end.want("enough", is_order=True)
+    bench.end.on_commit(ExtendedBody(500, 0))
+    bench.effects.take()
+    assert {request.reason for request in bench.asked()} == {"enough"}
