@@ -28,7 +28,7 @@ def finished_status(folder: Path) -> dict[str, Any] | None:
 
 def no_daemon(folder: Path, cause: str) -> ConfigError | PeersUnreachable:
     """The error for an order to a region that no daemon answers for: its run is finished, or the daemon is down."""
-    from diloco_node.daemon.run_record import WAY_ON
+    from diloco_node.core.rounds.extension import WAY_ON
 
     name = folder.resolve().name
     if (document := finished_status(folder)) is not None:

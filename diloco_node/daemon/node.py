@@ -16,6 +16,7 @@ from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.region import RegionCore
+from diloco_node.core.rounds.extension import WAY_ON
 from diloco_node.core.types import EXPELLED, NO_LIMITS, DiskNamedBody, RateLimits, Recovered, RevokedBody
 from diloco_node.core.view import RegionView
 from diloco_node.daemon.admin.members_document import member_order
@@ -34,7 +35,7 @@ from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.presence import Presence
 from diloco_node.daemon.pump import Pump
 from diloco_node.daemon.region_budget import BUDGET_POLL_S, BudgetWatch
-from diloco_node.daemon.run_record import WAY_ON, since_and_model
+from diloco_node.daemon.run_record import since_and_model
 from diloco_node.daemon.settings_watch import SettingsWatch, settings_order
 from diloco_node.daemon.witness_link import WitnessLink, WitnessRoute
 from diloco_node.daemon.work import in_thread

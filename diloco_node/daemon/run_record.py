@@ -26,9 +26,6 @@ from diloco_node.storage.ledger_reader import LedgerReader
 REPORT_NAME: Final = "report.json"
 """The region's last status document, in its folder."""
 
-WAY_ON: Final = "to go on with it, raise run.steps or run.tokens in run.toml, and start its regions"
-"""Remedy in the answer to an order to a run that is over."""
-
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:

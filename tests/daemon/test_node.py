@@ -282,19 +282,25 @@ def test_stripes_follow_a_budget_that_is_set_while_the_run_goes_on(play: Play, m
     play(scenario)
 
 
+async def finish_by_order_of_a_daemon_before(world: World) -> None:
+    """Order the end of the run at a region that is cut off, start its daemon anew, and heal the links."""
+    region = world.regions["a"]
+    for peer in ("b", "c"):
+        world.network.cut("a", peer)
+    region.node.finish("enough")
+    await region.stop_daemon()
+    await region.start_daemon()
+    for peer in ("b", "c"):
+        world.network.heal("a", peer)
+    await world.finish()
+    assert {region.node.core.view().finished for region in world.regions.values()} == {"enough"}
+
+
 def test_an_order_to_end_outlives_the_daemon_that_took_it(play: Play) -> None:
     async def scenario(world: World) -> None:
         region = world.regions["a"]
         await world.until("rounds go on", lambda: world.committed() >= 4)
-        for peer in ("b", "c"):
-            world.network.cut("a", peer)
-        region.node.finish("enough")
-        await region.stop_daemon()
-        await region.start_daemon()
-        for peer in ("b", "c"):
-            world.network.heal("a", peer)
-        await world.finish()
-        assert {one.node.core.view().finished for one in world.regions.values()} == {"enough"}
+        await finish_by_order_of_a_daemon_before(world)
         with pytest.raises(ConfigError, match=r"the run is over here already .* raise run\.steps or run\.tokens"):
             region.node.finish("once more")
         assert not (region.folder / WISHES_NAME).exists(), "an extension of the run is not ended by it"
@@ -408,15 +414,7 @@ def test_an_order_is_of_the_extension_that_it_was_given_in(play: Play) -> None:
         assert not (region.folder / WISHES_NAME).exists()
         await extend(world)
         assert not (world.regions["c"].folder / WISHES_NAME).exists(), "the ledger told that it was carried out"
-        for peer in ("b", "c"):
-            world.network.cut("a", peer)
-        region.node.finish("enough")
-        await region.stop_daemon()
-        await region.start_daemon()
-        for peer in ("b", "c"):
-            world.network.heal("a", peer)
-        await world.finish()
-        assert {one.node.core.view().finished for one in world.regions.values()} == {"enough"}
+        await finish_by_order_of_a_daemon_before(world)
         assert not (region.folder / WISHES_NAME).exists()
 
     play(scenario)

@@ -265,7 +265,15 @@ def test_a_second_attach_that_the_daemon_refuses_is_no_crash_of_the_learner_that
             train(model, optimizer, diloco)
 
 
-def test_an_attach_that_the_daemon_refuses_at_first_is_a_crash(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_life_before", [False, True])
+def test_an_attach_that_the_daemon_refuses_at_first_is_a_crash(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, has_life_before: bool
+) -> None:
+    """In a container of its own the learner has the same number in each life, also that of the mark before."""
+    if has_life_before:
+        with request_area(Path(os.environ["DILOCO_SUPERVISOR"]), PLACE_AREA, PLACE_BYTES) as area:
+            area[:] = PlaceMark(os.getpid(), step=9, has_left=True).encode()
+        monkeypatch.setattr("diloco_node.learner.leaving._leavers", set())
     with FakeDaemon(folder) as daemon:
         monkeypatch.setattr(daemon, "rejection_reason", lambda *_: "this is not the run's model")
         with pytest.raises(LearnerError, match="refused this learner"):
@@ -273,18 +281,3 @@ def test_an_attach_that_the_daemon_refuses_at_first_is_a_crash(folder: Path, mon
     assert (mark := mark_of(folder)) is not None
     assert "this is not the run's model" in mark.fault
     assert not mark.has_left
-
-
-def test_the_mark_of_a_life_before_with_the_same_number_is_not_this_one_s(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a container of its own the learner has the same number in each life."""
-    with request_area(Path(os.environ["DILOCO_SUPERVISOR"]), PLACE_AREA, PLACE_BYTES) as area:
-        area[:] = PlaceMark(os.getpid(), step=9, has_left=True).encode()
-    monkeypatch.setattr("diloco_node.learner.leaving._leavers", set())
-    with FakeDaemon(folder) as daemon:
-        monkeypatch.setattr(daemon, "rejection_reason", lambda *_: "this is not the run's model")
-        with pytest.raises(LearnerError, match="refused this learner"):
-            diloco_node.attach(nn.Linear(2, 2))
-    assert (mark := mark_of(folder)) is not None
-    assert "this is not the run's model" in mark.fault

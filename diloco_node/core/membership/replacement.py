@@ -24,7 +24,7 @@ from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.membership import member_change
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.operator_orders import EntryOrdered
-from diloco_node.core.rounds.extension import extension
+from diloco_node.core.rounds.extension import WAY_ON, lasting_end
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.settings_body import SettingsBody
@@ -41,9 +41,7 @@ HOLD_NS: Final = 60_000_000_000
 """Merges that are decided end with their ballots. So long after the last deadline their entries may wait for a
 majority; then an order is dropped, for no merge is decided in the meantime."""
 
-RUN_IS_OVER: Final = (
-    "the run is over: to go on with it, raise run.steps or run.tokens in run.toml, and start its regions"
-)
+RUN_IS_OVER: Final = f"the run is over: {WAY_ON}"
 
 
 def incarnation_min(newest: int, replacements: int) -> int:
@@ -83,7 +81,7 @@ class SettingsChange:
     def _fault(self, body: SettingsBody) -> str:
         if self._history.genesis is None:
             return "the run has not begun: change run.toml in all regions"
-        if _is_over(self._history):
+        if lasting_end(self._history.finished, self._history.settings) is not None:
             return RUN_IS_OVER
         if self._merges.is_ending:
             return "the run is about to end"
@@ -121,11 +119,6 @@ class SettingsChange:
             effects.note("settings", f"the settings stay: {fault or 'the ledger refuses others'}", is_alarm=True)
         self._index = self._ledger.last_index
         return wishes
-
-
-def _is_over(history: RoundHistory) -> bool:
-    """Whether the run has ended, and this region was not started to extend it."""
-    return history.finished is not None and extension(history.finished, history.settings) is None
 
 
 class DiskReplacement:
@@ -187,7 +180,7 @@ class DiskReplacement:
         ledger, disks, body = self._ledger, self._ledger.disks, order.body
         if isinstance(body, SettingsBody):
             return self._settings.order_fault(body)
-        if _is_over(self._history) and not isinstance(body, RevokedBody):
+        if lasting_end(self._history.finished, self._history.settings) and not isinstance(body, RevokedBody):
             return RUN_IS_OVER
         fault, alive = "", liveness.alive(now_ns=now_ns)
         if not disks.has_view:

@@ -7,7 +7,17 @@ tokens stay as the end left them.
 
 from __future__ import annotations
 
+from typing import Final
+
 from diloco_node.core.types import ExtendedBody, FinishedBody, RunSettings
+
+WAY_ON: Final = "to go on with it, raise run.steps or run.tokens in run.toml, and start its regions"
+"""Remedy in the answer to an order to a run that is over."""
+
+
+def lasting_end(end: FinishedBody | None, settings: RunSettings) -> FinishedBody | None:
+    """Return the end of the run; None if there is none, or these settings are to continue it."""
+    return None if extension(end, settings) is not None else end
 
 
 def extension(end: FinishedBody | None, settings: RunSettings) -> ExtendedBody | None:

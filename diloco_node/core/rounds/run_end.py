@@ -18,7 +18,7 @@ from diloco_node.core.events import StopLearner, WriteFinal
 from diloco_node.core.messages import FinishRequested
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.context import RoundContext
-from diloco_node.core.rounds.extension import extension
+from diloco_node.core.rounds.extension import lasting_end
 from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.types import EntryBody, ExtendedBody, FinishedBody, RoundBody
 
@@ -151,8 +151,7 @@ class RunEnd:
     @property
     def end(self) -> FinishedBody | None:
         """The end of the run, once it is committed and this region was not started to extend it."""
-        finished = self._history.finished
-        return None if extension(finished, self._history.settings) is not None else finished
+        return lasting_end(self._history.finished, self._history.settings)
 
     def pump(self) -> None:
         """Write the final file once every fragment is at its final version, and stop the learner."""
