@@ -170,7 +170,7 @@ class _Supervisor:
                 write_process(self._spec.state_dir, self._watch.document())  # not what the supervisor before said
             if orphans := end_orphans(self._env["DILOCO_SUPERVISOR"], self._spec.state_dir):
                 numbers = ", ".join(map(str, orphans))
-                self.say(f"killed what the supervisor before left behind, with its memory: pid {numbers}")
+                self.say(f"ended what the supervisor before left behind, with its memory: pid {numbers}")
             # One that lies there is that of a daemon before, and would say that this one is up.
             (self._spec.state_dir / ADMIN_PORT_NAME).unlink(missing_ok=True)
             for child in self._children:

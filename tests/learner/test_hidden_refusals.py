@@ -89,12 +89,29 @@ def leave(): attached(), sys.exit(0)
 def hide():
     with contextlib.suppress(ValueError), attached():
         raise ValueError("no space")
+def retry():
+    try:
+        raise MemoryError
+    except MemoryError:
+        below(attached)
+def hide_at_last():
+    with attached():
+        pass
+    hide()
 """
 
 
 @pytest.mark.parametrize(
     ("end", "has_ended"),
-    [("attached()", True), ("below(leave)", True), ("fail()", False), ("below(fail)", False), ("hide()", False)],
+    [
+        ("attached()", True),
+        ("below(leave)", True),
+        ("retry()", True),
+        ("fail()", False),
+        ("below(fail)", False),
+        ("hide()", False),
+        ("hide_at_last()", False),
+    ],
 )
 def test_a_script_that_never_closes_has_ended_unless_something_ends_it(folder: Path, end: str, has_ended: bool) -> None:
     """A shell above it may hide the exit code: the mark does not."""

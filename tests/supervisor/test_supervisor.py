@@ -271,7 +271,7 @@ def test_no_child_survives_the_supervisor(tmp_path: Path) -> None:
 
 def test_what_a_killed_supervisor_left_behind_is_ended_before_the_next_one_starts_anything(tmp_path: Path) -> None:
     """A learner below a shell, which dies with the supervisor alone; its memory is none that the next daemon shares."""
-    (tmp_path / "train.py").write_text(NOTE + "import signal\nnote('orphan')\nsignal.pause()")
+    (tmp_path / "train.py").write_text(ordered("orphan"))
     below = NOTE + "note('learner')\nos.execvp('bash', ['bash', '-c', f'{sys.executable} {place}/train.py; true'])"
     process = start(tmp_path, NOTE + "note('daemon')\n" + WAIT, below)
     until(lambda: lives(tmp_path, "orphan"))
@@ -280,12 +280,26 @@ def test_what_a_killed_supervisor_left_behind_is_ended_before_the_next_one_start
     process.wait(PATIENCE_S)
     assert is_gone(lives(tmp_path, "learner")[0])
     assert Path(f"/proc/{orphan}").exists()
-    elsewhere = {**os.environ, "DILOCO_SUPERVISOR": str(tmp_path / "memory.sock"), "PLACE": str(tmp_path)}
-    stranger = subprocess.Popen([sys.executable, "-c", WAIT], env=elsewhere)
+    by_hand = {**os.environ, "DILOCO_SUPERVISOR": str(tmp_path / "memory.sock"), "PLACE": str(tmp_path)}
+    stranger = subprocess.Popen([sys.executable, "-c", WAIT], env=by_hand)
     daemon = NOTE + "assert not pathlib.Path('/proc/ORPHAN').exists()\nassert note('daemon') == 2"
     assert run_supervisor(spec(tmp_path, daemon.replace("ORPHAN", str(orphan)), None)) == 0
     assert f"left behind, with its memory: pid {orphan}" in (tmp_path / "logs" / "supervisor.log").read_text()
     assert stranger.poll() is None, "somebody has started it by hand"
+    assert (tmp_path / "order").read_text() == "orphan ", "it had the time to write its checkpoint"
+    stranger.kill()
+    stranger.wait(PATIENCE_S)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may leave the file system: another container's is NOT TRIED")
+def test_a_learner_of_another_container_with_the_same_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "apart").mkdir()
+    marks = {"DILOCO_SUPERVISOR": str(tmp_path / "memory.sock"), "DILOCO_CHILD": "learner-1"}
+    script = "import os, signal, sys\nos.chroot(sys.argv[1])\nsignal.pause()"
+    stranger = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "apart")], env={**os.environ, **marks})
+    until(lambda: Path(f"/proc/{stranger.pid}/root").readlink() == tmp_path / "apart")
+    assert run_supervisor(spec(tmp_path, NOTE + "note('daemon')", None)) == 0
+    assert stranger.poll() is None
     stranger.kill()
     stranger.wait(PATIENCE_S)
 
