@@ -132,7 +132,10 @@ def test_of_three_or_more_nobody_has_more_than_two_fifths(tokens: int) -> None:
 
 
 @given(
-    st.lists(st.floats(0.0, 2.0**100), min_size=3, max_size=12).filter(lambda values: sum(map(bool, values)) >= 3),
+    # A weight is 0, or tokens squared by steps: far from where doubles lose bits.
+    st.lists(st.just(0.0) | st.floats(2.0**-100, 2.0**100), min_size=3, max_size=12).filter(
+        lambda values: sum(map(bool, values)) >= 3
+    ),
     st.sampled_from([0.05, 0.2, 1 / 3, 0.5, 0.7, 1.0]),
 )
 def test_nobody_exceeds_the_part_and_only_those_above_it_are_changed(values: list[float], part: float) -> None:

@@ -171,6 +171,19 @@ def test_a_leader_that_has_all_contributions_projects_them_itself_where_a_row_is
     assert body.projections == rows
 
 
+def test_a_leader_that_has_the_contributions_no_more_does_not_wait_for_the_deadline() -> None:
+    office = Office()
+    due_audit(office)
+    round_ = office.leader.rounds[0]
+    round_.announcement = replace(
+        round_.announcement, stripes=tuple(replace(stripe, reducer="a") for stripe in round_.stripes)
+    )
+    assert ballots(office.go(3 * round_.deadline.duration_ns // 4)) == []
+    office.leader.on_projections(ContributionsProjected(0, 1, round_.windows, ()))
+    again = ballots(office.go())[0]
+    assert {stripe.reducer for stripe in again.stripes} == {"a"}
+
+
 def test_a_reducer_that_tells_a_wrong_digest_costs_one_question() -> None:
     office = Office()
     announcement = office.open()
