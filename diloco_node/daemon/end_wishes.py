@@ -61,11 +61,15 @@ def _read(path: Path, limits: list[int]) -> dict[str, str]:
     with contextlib.suppress(OSError, ValueError, RecursionError):
         with path.open("rb") as file:
             document = json.loads(file.read(16 * REASON_BYTES))
-        if isinstance(document, dict) and document.get("limits") == limits:
-            return {
+        if isinstance(document, dict):
+            reasons = {
                 kind: reason
                 for kind in ("order", "vote")
                 if isinstance(reason := document.get(kind), str)
                 and len(reason.encode(errors="replace")) <= REASON_BYTES
             }
+            if document.get("limits") == limits:
+                return reasons
+            if reasons:
+                log.warning("wishes for the end are dropped: run.steps or run.tokens changed since", **reasons)
     return {}

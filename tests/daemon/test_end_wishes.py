@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import structlog
 
 from diloco_node.core.messages import FinishRequested
 from diloco_node.daemon import end_wishes as end_wishes_module
@@ -65,5 +66,9 @@ def test_a_full_disk_does_not_keep_an_order_that_was_carried_out(
 def test_a_wish_for_the_end_before_an_extension_is_none_after_it(tmp_path: Path) -> None:
     """The region was away when the run ended, and when it was extended."""
     EndWishes(tmp_path, LIMITS).save([ORDER, VOTE])
-    assert EndWishes(tmp_path, (200, 0)).last == []
+    with structlog.testing.capture_logs() as logs:
+        assert EndWishes(tmp_path, (200, 0)).last == []
+    assert [(line["event"], line["vote"]) for line in logs] == [
+        ("wishes for the end are dropped: run.steps or run.tokens changed since", VOTE.reason)
+    ]
     assert EndWishes(tmp_path, LIMITS).last == [ORDER, VOTE]
