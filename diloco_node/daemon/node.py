@@ -184,7 +184,7 @@ class Node:
         # The log has the genesis of a run; never taken back.
         self._has_begun = False
         self._end_wishes = EndWishes(spec.state_dir, (spec.settings.steps_max, spec.settings.tokens_max))
-        # The core has the wishes of an earlier daemon, if they are not of an end that the ledger tells.
+        # The core has the wishes of an earlier daemon, if no end that lasts has carried them out.
         self._has_recalled = False
         # The budget of which the core knows.
         self._posted_limits = NO_LIMITS
@@ -250,7 +250,7 @@ class Node:
         end, wishes = self.core.end, self._end_wishes
         if not self._has_recalled and self._knows_run:
             self._has_recalled = True
-            if self.core.history.finished is None:
+            if end.end is None:  # wishes since an end that is to be extended are for the one to come: see their limits
                 end.recall(wishes.last)
         # What is on disk waits for the replay; an order that comes meanwhile is durable, too.
         wishes.save(end.wishes if self._has_recalled else (*wishes.last, *end.wishes))

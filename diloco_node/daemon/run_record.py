@@ -20,7 +20,7 @@ from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import Entry, FinishedBody, GenesisBody, LedgerBase
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
 from diloco_node.errors import ConfigError, DilocoError, StorageError, SupersededError
-from diloco_node.state_names import FINAL_NAME, LEDGER_NAME, WISHES_NAME
+from diloco_node.state_names import FINAL_NAME, LEDGER_NAME
 from diloco_node.storage.ledger_reader import LedgerReader
 
 REPORT_NAME: Final = "report.json"
@@ -157,7 +157,7 @@ def is_complete(state_dir: Path, record: RunRecord | None) -> bool:
 def set_final_aside(state_dir: Path) -> None:
     """Rename the final model of a run that goes on, if there is one, to the next free `final-N.safetensors`.
 
-    The report and the wishes of its last end are removed. Raises StorageError: the folder can't be written.
+    The report of its last end is removed. Raises StorageError: the folder can't be written.
     """
     paths = (state_dir / f"final-{number}.safetensors" for number in count(1))
     final = state_dir / FINAL_NAME
@@ -165,8 +165,7 @@ def set_final_aside(state_dir: Path) -> None:
         if final.exists():
             # Without a sync: the next final model is put in its place with one, and a folder keeps its order.
             final.rename(next(path for path in paths if not path.exists()))
-        for name in (REPORT_NAME, WISHES_NAME):
-            (state_dir / name).unlink(missing_ok=True)
+        (state_dir / REPORT_NAME).unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(f"what the last end has left in {state_dir} can't be set aside: {error}") from error
 

@@ -384,26 +384,29 @@ def test_a_region_that_comes_when_the_others_are_gone_gets_the_end_from_those_th
     play(scenario)
 
 
-async def extend(world: World) -> None:
-    """Start all regions of a finished run with more steps."""
+async def extend(world: World, order: str = "") -> None:
+    """Start all regions of a finished run with more steps; the first one earlier, if it is to take an order then."""
     versions = world.regions["a"].node.core.view().versions
     for region in world.regions.values():
         await region.stop_daemon()
     for seed, region in enumerate(world.regions.values(), start=11):
         set_final_aside(region.folder)
+        if region.name == "c":  # as if its disk had refused to remove it
+            EndWishes(region.folder, (STEPS, 0)).save([FinishRequested("an order of the first end", True)])
         region.settings = replace(region.settings, steps_max=STEPS + STEPS // 2)
         region.spec = replace(region.spec, settings=region.settings)
         region.learner = FakeLearner(region, seed, 0.05)
-        if region.name == "c":  # as if its disk had refused to remove it
-            EndWishes(region.folder, (region.settings.steps_max, region.settings.tokens_max)).save(
-                [FinishRequested("an order of the first end", True)]
-            )
         await region.start_daemon()
+        if region.name == "a" and order:
+            region.node.finish(order)
+            await region.stop_daemon()
+            set_final_aside(region.folder)  # as the next daemon does, for the ledger still has the end
+            await region.start_daemon()
         region.spawn(region.learner.live(), "learner")
     await world.until("the run goes on", lambda: world.regions["a"].node.core.view().versions > versions)
 
 
-def test_an_order_is_of_the_extension_that_it_was_given_in(play: Play) -> None:
+def test_an_order_is_for_the_end_to_come_and_outlives_the_daemon_that_took_it_before_the_extension(play: Play) -> None:
     async def scenario(world: World) -> None:
         await world.finish()
         region = world.regions["a"]
@@ -412,9 +415,10 @@ def test_an_order_is_of_the_extension_that_it_was_given_in(play: Play) -> None:
         ):
             region.node.finish("too late")
         assert not (region.folder / WISHES_NAME).exists()
-        await extend(world)
-        assert not (world.regions["c"].folder / WISHES_NAME).exists(), "the ledger told that it was carried out"
-        await finish_by_order_of_a_daemon_before(world)
+        await extend(world, order="enough")
+        assert world.regions["c"].node.core.end.wishes == (), "it was for the first end"
+        await world.finish()
+        assert {region.node.core.view().finished for region in world.regions.values()} == {"enough"}
         assert not (region.folder / WISHES_NAME).exists()
 
     play(scenario)
