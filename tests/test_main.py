@@ -119,6 +119,11 @@ def test_debug_behind_two_dashes_belongs_to_the_users_command(capsys: pytest.Cap
     assert "'nowhere' is not in [regions]" in capsys.readouterr().err
 
 
+def test_an_empty_word_behind_two_dashes_belongs_to_the_users_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["start", "--region", "nowhere", "--", "train.py", ""]) == 2
+    assert "'nowhere' is not in [regions]" in capsys.readouterr().err
+
+
 def test_without_run_toml_the_error_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.toml").unlink()
     assert main(["config", "show"]) == 2

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from diloco_node.errors import ConfigError, PeersUnreachable
+from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable, StorageError
 from diloco_node.escaping import escaped, escaped_document
 from diloco_node.state_names import ADMIN_PORT_NAME, ADMIN_SOCKET_NAME, ADMIN_TOKEN_NAME
 from diloco_node.unix_sockets import socket_path
@@ -24,6 +24,8 @@ from diloco_node.unix_sockets import socket_path
 STATUS_PATH: Final = "/api/v1/status"
 TIMEOUT_S: Final = 10.0
 ANSWER_BYTES_MAX: Final = 16 * 2**20
+WORDS_BYTES_MAX: Final = 80
+"""Of an answer that makes no sense so much is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,7 @@ def ask(target: Target, path: str = STATUS_PATH) -> dict[str, Any]:
     try:
         with contextlib.closing(target.connection()) as connection:
             connection.request("GET", path)
-            document = json.loads(connection.getresponse().read(ANSWER_BYTES_MAX))
-        if not isinstance(document, dict):
-            raise ValueError("the answer is no JSON object")
+            document = _document(connection.getresponse())
     except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
         return {"region": target.name, "error": escaped(f"no status from 127.0.0.1:{target.port}: {error}")}
     for key, usual in (("region", target.name), ("error", "unknown error")):
@@ -136,19 +136,50 @@ def post(
 
 
 def order(folder: Path, path: str, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Give an order (/api/v1/PATH) to the daemon with this state folder, and return its answer. Raises ConfigError: it
-    refuses. PeersUnreachable: it does not answer."""
+    """Give an order (/api/v1/PATH) to the daemon with this state folder, and return its answer.
+
+    Raises ConfigError, StorageError, DilocoError: it refuses, its disk does, it fails. PeersUnreachable: no answer.
+    """
     try:
         with post(folder, path, document) as answer:
-            body = dict(json.loads(answer.read(ANSWER_BYTES_MAX)))
+            return accepted(folder, answer)
     except PermissionError as error:
         raise ConfigError(
             f"{error.filename or folder} is closed to you: give orders as the user that runs {folder.name}"
         ) from None
-    except (OSError, ValueError, TypeError, RecursionError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         from diloco_node.cli.finished import no_daemon
 
         raise no_daemon(folder, f"{error}") from None
-    if answer.status >= http.client.MULTIPLE_CHOICES:
-        raise ConfigError(f"{folder.name} refuses: {body.get('error', answer.status)}")
-    return body
+
+
+def accepted(folder: Path, answer: http.client.HTTPResponse) -> dict[str, Any]:
+    """The JSON object by which a daemon accepts an order. Raises DilocoError: it refuses, or answers something else."""
+    try:
+        body = _document(answer)
+    except ValueError as error:
+        raise DilocoError(
+            f"the daemon of {folder.name} has perhaps not done it: {error}. It is of another version, or failed: see "
+            f"{folder}/logs/daemon.log, then start it again"
+        ) from None
+    if answer.status < http.client.MULTIPLE_CHOICES:
+        return body
+    kind = error_kind(body.get("exit_code"), ConfigError)
+    raise kind(f"{folder.name} refuses: {body.get('error', answer.status)}")
+
+
+def error_kind(exit_code: object, usual: type[DilocoError]) -> type[DilocoError]:
+    """The kind of an error that a daemon tells by its exit code; the usual one where the code tells nothing."""
+    kinds = (ConfigError, PeersUnreachable, StorageError)
+    return next((kind for kind in kinds if kind.exit_code == exit_code), usual)
+
+
+def _document(answer: http.client.HTTPResponse) -> dict[str, Any]:
+    """The JSON object that an answer holds. Raises ValueError: it holds none; says the status and the first words."""
+    text = answer.read(ANSWER_BYTES_MAX)
+    with contextlib.suppress(ValueError, RecursionError):
+        document = json.loads(text)
+        if isinstance(document, dict):
+            return document
+    words = text[:WORDS_BYTES_MAX].decode(errors="replace").strip().partition("\n")[0]
+    raise ValueError(f"its answer is {answer.status} {answer.reason} and no JSON object, but {words!r}")

@@ -32,7 +32,7 @@ from diloco_node.cli.export import export
 from diloco_node.cli.measure import measure_command
 from diloco_node.cli.page.page_commands import dashboard, report
 from diloco_node.cli.plan.plan_command import plan
-from diloco_node.errors import INTERRUPTED_CODE, DilocoError
+from diloco_node.errors import INTERRUPTED_CODE, ConfigError, DilocoError
 from diloco_node.escaping import escaped
 
 DEBUG_FLAG = "--debug"
@@ -114,6 +114,17 @@ def operator_app() -> typer.Typer:
     return app
 
 
+def _check_words(words: Sequence[str]) -> None:
+    """Refuse an empty word: a variable of the shell that is not set would widen an order, or be the folder here.
+
+    Raises ConfigError.
+    """
+    for number, word in enumerate(words):
+        if not word or (word.startswith("--") and word.endswith("=") and word.count("=") == 1):
+            at = " ".join(words[: number + 1]) + ("" if word else "''")
+            raise ConfigError(f"{at}: this is empty, perhaps a variable that is not set: give a value, or leave it out")
+
+
 def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
     """Run one command of an application; None: the words of the process. Returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -122,6 +133,7 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
     options, command = words[:at], words[at:]
     is_debug = DEBUG_FLAG in options
     try:
+        _check_words(options)
         app(args=[word for word in options if word != DEBUG_FLAG] + command, prog_name="diloco-node")
     except DilocoError as error:
         if is_debug:

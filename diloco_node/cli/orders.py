@@ -44,7 +44,7 @@ def set_budget(
         if text is not None:
             parse_option(flag, text, parse_ceiling_or_none)
     folder = region_folder(place, config)
-    change = {key: value for key, value in (("egress", egress), ("ingress", ingress), ("peer", peer)) if value}
+    change = {"egress": egress, "ingress": ingress, "peer": peer}
     answer = give_order(folder, "budget", change)
     from diloco_node.config.budget_plan import BudgetPlan
 

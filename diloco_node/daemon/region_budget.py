@@ -51,8 +51,8 @@ def changed_plan(plan: BudgetPlan, document: Mapping[str, Any], peers: Collectio
     unknown = sorted(document.keys() - _KEYS)
     if unknown:
         raise ConfigError(f"{unknown[0]!r} is no part of a budget; there are {', '.join(sorted(_KEYS))}")
-    peer = document.get("peer") or ""
-    if not isinstance(peer, str) or (peer and peer not in peers):
+    peer = document.get("peer")
+    if peer is not None and (not isinstance(peer, str) or peer not in peers):
         raise ConfigError(f"peer {peer!r} is none of this region's: {', '.join(sorted(peers))}")
     rates = {direction: document[direction] for direction in Direction if document.get(direction) is not None}
     if not rates:
@@ -64,7 +64,7 @@ def changed_plan(plan: BudgetPlan, document: Mapping[str, Any], peers: Collectio
             rate = parse_ceiling_or_none(text)
         except ValueError as error:
             raise ConfigError(f"{direction} is {text!r}: {error}") from None
-        plan = plan.with_rate(direction, rate, peer=peer)
+        plan = plan.with_rate(direction, rate, peer=peer or "")
     return plan
 
 

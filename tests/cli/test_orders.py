@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from diloco_node.cli.orders import give_order
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.roster import Roster
@@ -22,7 +23,7 @@ from diloco_node.daemon.admin.admin_server import AdminServer
 from diloco_node.daemon.admin.members_document import MemberSigns, members_document
 from diloco_node.daemon.region_budget import changed_plan
 from diloco_node.daemon.settings_watch import settings_order
-from diloco_node.errors import ConfigError
+from diloco_node.errors import ConfigError, DilocoError, DiskRefused
 from diloco_node.main import main
 from diloco_node.state_names import ADMIN_TOKEN_NAME
 from diloco_node.transport.authority import init_run
@@ -50,6 +51,7 @@ class Region:
         self.revocations: list[tuple[str, str]] = []
         self.changes: list[Mapping[str, Any]] = []
         self.status: dict[str, Any] = {}
+        self.fault: Exception | None = None
         self._folder = folder
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -72,6 +74,8 @@ class Region:
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)
 
     def _set(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.fault is not None:
+            raise self.fault
         self.plan = changed_plan(self.plan, document, ("us",))
         return self.plan.to_plain()
 
@@ -254,6 +258,48 @@ def test_refusals(
     assert main(["budget", "set", *arguments]) == code
     assert reason in capsys.readouterr().err
     assert region.plan == BudgetPlan()
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "reason"),
+    [
+        (DiskRefused("node.json can't be written: no room"), 6, "eu refuses: node.json can't be written: no room"),
+        (SystemError("a bug"), 1, "eu has perhaps not done it: its answer is 500 Internal Server Error and no JSON"),
+    ],
+)
+def test_a_daemon_that_fails_is_there(
+    region: Region, capsys: pytest.CaptureFixture[str], fault: Exception, code: int, reason: str
+) -> None:
+    region.fault = fault
+    assert main(["budget", "set", "--egress", "1Gbit/s"]) == code
+    error = capsys.readouterr().err
+    assert reason in error
+    assert "does not run" not in error
+
+
+@pytest.mark.usefixtures("region")
+def test_an_order_that_the_daemon_does_not_know() -> None:
+    with pytest.raises(DilocoError, match=r"its answer is 404 Not Found and no JSON object, but '404: Not Found'.*log"):
+        give_order(Path("state/eu"), "sing", {})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["budget", "set", "--egress", "1Gbit/s", "--peer", ""],
+        ["budget", "set", "--egress", "1Gbit/s", "--peer="],
+        ["members", "add", "ap", "--address", ""],
+        ["finish", ""],
+        ["drain", "--config", ""],
+    ],
+)
+def test_a_variable_of_the_shell_that_is_not_set_widens_no_order(
+    region: Region, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert main(words) == 2
+    assert f"{words[0]} " in (error := capsys.readouterr().err)
+    assert "this is empty, perhaps a variable that is not set: give a value, or leave it out" in error
+    assert (region.plan, region.finished, region.changes) == (BudgetPlan(), [], [])
 
 
 def test_a_daemon_that_is_gone(region: Region, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ PEERS = ("b", "c")
         ({"egress": "8Mbit/s"}, BudgetPlan(RateLimits(10**6, 2000), PLAN.peers)),
         ({"egress": "none", "ingress": "1MB/s"}, BudgetPlan(RateLimits(None, 10**6), PLAN.peers)),
         ({"ingress": "1MB/s", "peer": "b"}, BudgetPlan(PLAN.limits, (("b", RateLimits(7, 10**6)),))),
-        ({"egress": "1MB/s", "ingress": None, "peer": ""}, BudgetPlan(RateLimits(10**6, 2000), PLAN.peers)),
+        ({"egress": "1MB/s", "ingress": None, "peer": None}, BudgetPlan(RateLimits(10**6, 2000), PLAN.peers)),
     ],
 )
 def test_what_is_asked_for_changes_and_nothing_else(document: dict[str, Any], expected: BudgetPlan) -> None:
@@ -43,6 +43,7 @@ def test_what_is_asked_for_changes_and_nothing_else(document: dict[str, Any], ex
         ({"egress": "1kbit/s"}, "the least that can be kept"),
         ({"egress": "1MB/s", "peer": "z"}, "peer 'z' is none of this region's: b, c"),
         ({"egress": "1MB/s", "peer": 5}, "peer 5"),
+        ({"egress": "1MB/s", "peer": ""}, "peer '' is none"),
         ({"outgress": "1MB/s"}, "'outgress' is no part of a budget; there are egress, ingress, peer"),
     ],
 )

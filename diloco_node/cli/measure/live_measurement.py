@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from diloco_node.cli.admin_client import ask_in, post
-from diloco_node.errors import ConfigError, DilocoError, PeerError, PeersUnreachable
+from diloco_node.cli.admin_client import accepted, ask_in, error_kind, post
+from diloco_node.errors import ConfigError, PeerError, PeersUnreachable
 
 if TYPE_CHECKING:
     from diloco_node.measure.measurement import OnPartial
@@ -59,23 +59,13 @@ def measure(
     try:
         with post(daemon, "measure", document, timeout_s=SILENT_S) as answer:
             if answer.status != http.client.OK:
-                raise _refusal(daemon, answer)
+                accepted(daemon, answer)  # which it is not: this raises the reason
             return follow(answer, on_progress, on_partial)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise PeersUnreachable(
             f"the daemon of {daemon.name} in {daemon} went away in the middle of a measurement ({error}); "
             "see its logs/daemon.log"
         ) from None
-
-
-def _refusal(daemon: Path, answer: http.client.HTTPResponse) -> DilocoError:
-    text = answer.read(LINE_BYTES_MAX)
-    if answer.status == http.client.NOT_FOUND:
-        return ConfigError(
-            f"the daemon of {daemon.name} is of another version, which does not measure: start it again, or measure "
-            "with --alone"
-        )
-    return ConfigError(f"{daemon.name} refuses: {json.loads(text).get('error', answer.status)}")
 
 
 def follow(
@@ -87,8 +77,7 @@ def follow(
         if "document" in event:
             return dict(event["document"])
         if "error" in event:
-            kinds: dict[int, type[DilocoError]] = {kind.exit_code: kind for kind in (ConfigError, PeersUnreachable)}
-            raise kinds.get(event.get("exit_code"), PeerError)(str(event["error"]))
+            raise error_kind(event.get("exit_code"), PeerError)(str(event["error"]))
         if "so_far" in event:
             on_partial(dict(event["so_far"]))
         else:

@@ -235,8 +235,8 @@ class AdminServer:
             return web.json_response({"error": reason}, status=401)
         try:
             response: web.StreamResponse = await handler(request)
-        except ConfigError as error:
-            return web.json_response({"error": str(error)}, status=400)
+        except DilocoError as error:
+            return web.json_response(_refusal(error), status=400 if isinstance(error, ConfigError) else 500)
         return response
 
     def _has_token(self, request: web.Request) -> bool:
@@ -285,7 +285,11 @@ def _outcome(task: asyncio.Future[Mapping[str, Any]]) -> dict[str, Any]:
     try:
         return {"document": dict(task.result())}
     except DilocoError as error:
-        return {"error": str(error), "exit_code": error.exit_code}
+        return _refusal(error)
+
+
+def _refusal(error: DilocoError) -> dict[str, Any]:
+    return {"error": str(error), "exit_code": error.exit_code}
 
 
 def load_token(state_dir: Path) -> str:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter
 from diloco_node.daemon.admin import admin_server as admin
 from diloco_node.daemon.admin import listening
 from diloco_node.daemon.admin.admin_server import AdminServer
-from diloco_node.errors import BindError, ConfigError, PeersUnreachable
+from diloco_node.errors import BindError, ConfigError, DiskRefused, PeersUnreachable
 from diloco_node.state_names import ADMIN_SOCKET_NAME, ADMIN_TOKEN_NAME
 from diloco_node.unix_sockets import socket_path
 from tests.kit.page_kit import crowded
@@ -32,6 +32,8 @@ class Region:
     def set_budget(self, document: dict) -> dict:
         if "egress" not in document:
             raise ConfigError("nothing to set")
+        if document["egress"] == "full":
+            raise DiskRefused("no room")
         self.budgets.append(document)
         return {"egress": 5}
 
@@ -141,6 +143,8 @@ async def test_a_budget_is_set_with_the_token_and_refused_with_a_reason(site, tm
         answer = await session.post("/api/v1/budget", json=body, headers=headers)
         assert answer.status == 400
         assert reason in (await answer.json())["error"]
+    answer = await session.post("/api/v1/budget", json={"egress": "full"}, headers=headers)
+    assert (answer.status, await answer.json()) == (500, {"error": "no room", "exit_code": 6}), "no fault of who asks"
     answer = await session.post("/api/v1/budget", data=b"{", headers=headers)
     assert answer.status == 400
     assert (await session.get("/api/v1/budget")).status == 405
