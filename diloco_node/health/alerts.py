@@ -200,10 +200,7 @@ def _rounds(document: Document) -> Iterator[Finding]:
         for entry in (entry for entry in rows(document, "left_out") if text(entry, "region") not in stopped):
             line = f"{text(entry, 'region')} is left out as {text(entry, 'part')}: {text(entry, 'reason')}"
             yield _make(kinds.LEFT_OUT, document, line, region=text(entry, "region"))
-    age_s, usual_s = number(document, "commit_age_seconds"), number(document, "usual_commit_seconds")
-    is_late = age_s is not None and usual_s is not None and age_s > max(COMMIT_LATE_MIN_S, COMMIT_LATE * usual_s)
-    if is_late and has_majority(document) and not is_closed(document):
-        line = f"no round was committed for {duration(age_s or 0.0)}, usually one every {duration(usual_s or 0.0)}"
+    if has_majority(document) and not is_closed(document) and (line := _standstill(document)):
         yield _make(kinds.NO_COMMIT, document, line)
     differences = number(document, "digest_differences")
     if differences:
@@ -220,6 +217,21 @@ def _rounds(document: Document) -> Iterator[Finding]:
         yield _make(kinds.BUDGET_SMALL, document, text(document, "budget_warning"))
     elif document.get("role") == "leader" and (line := _lateness(document)):
         yield _make(kinds.MERGES_LATE, document, line)
+
+
+def _standstill(document: Document) -> str:
+    """Say for how long no round was committed; empty if that is no cause for alarm.
+
+    Scripts evaluate at the same step in all regions: what the own learner pauses says nothing about rounds.
+    """
+    age_s, usual_s = number(document, "commit_age_seconds"), number(document, "usual_commit_seconds")
+    learner = section(document, "learner")
+    if age_s is None or usual_s is None or section(learner, "busy"):
+        return ""
+    pause_age_s = number(learner, "pause_age_seconds")
+    if min(age_s, age_s if pause_age_s is None else pause_age_s) <= max(COMMIT_LATE_MIN_S, COMMIT_LATE * usual_s):
+        return ""
+    return f"no round was committed for {duration(age_s)}, usually one every {duration(usual_s)}"
 
 
 def _lateness(document: Document) -> str:

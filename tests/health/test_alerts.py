@@ -33,6 +33,12 @@ CASES = [
     ),
     (kinds.NO_COMMIT, changed(commit_age_seconds=41.0), "for 41 s, usually one every 4.0 s", "diloco-node why us"),
     (
+        kinds.NO_COMMIT,
+        changed(commit_age_seconds=300.0, learner={"busy": None, "pause_age_seconds": 41.0}),
+        "no round was committed for 5 min, usually one every 4.0 s",
+        "",
+    ),
+    (
         kinds.LEFT_OUT,
         changed(left_out=[{"region": "ap", "part": "member", "reason": "its stripes did not come"}]),
         "ap is left out as member: its stripes did not come",

@@ -168,6 +168,8 @@ def test_other_words_of_a_link_are_no_difference() -> None:
     ("document", "kind"),
     [
         (changed(commit_age_seconds=29.0, usual_commit_seconds=1.0), kinds.NO_COMMIT),
+        (changed(commit_age_seconds=240.0, learner={"busy": {"activity": "evaluation"}}), kinds.NO_COMMIT),
+        (changed(commit_age_seconds=260.0, learner={"pause_age_seconds": 20.0}), kinds.NO_COMMIT),
         (changed(commit_age_seconds=41.0, peers=peers(ap=DOWN, eu=DOWN)), kinds.NO_COMMIT),
         (changed(quarantine={"eu": "for 600 s more"}, peers=peers(eu=DOWN)), kinds.PEER_DOWN),
         (changed(peers=peers(eu=DOWN | {"has_left": True})), kinds.PEER_DOWN),
@@ -190,6 +192,8 @@ def test_other_words_of_a_link_are_no_difference() -> None:
     ],
     ids=[
         "too soon",
+        "the own learner says why",
+        "too soon after its pause",
         "no majority says it",
         "quarantine says it",
         "it said that it leaves",

@@ -45,6 +45,7 @@ class LearnerFacts:
         blocked_ns: time the training loops of all learners so far spent inside `step()`.
         attached_step: of its incarnation, where the present process began, or was when this daemon came.
         first_report_ns, last_report_ns: monotonic, of the present learner; tokens_at_first_report: of its incarnation.
+        resumed_ns: monotonic, the first report after its last pause without steps; 0: there was none.
         warnings: losses and gradient norms that were out of their range, and were told.
         discounted_versions: applied with part of the own steps thrown away, since they were too many.
         last_warning, last_warning_ns: the newest of `warnings`, or why the learner failed (`has_failed`); 0: none.
@@ -62,6 +63,7 @@ class LearnerFacts:
     attached_step: int = 0
     first_report_ns: int = 0
     last_report_ns: int = 0
+    resumed_ns: int = 0
     tokens_at_first_report: int = 0
     discounted_versions: int = 0
     warnings: int = 0
@@ -255,6 +257,8 @@ class LearnerProxy:
         facts = self.facts
         if not facts.first_report_ns:
             facts.first_report_ns, facts.tokens_at_first_report = now_ns, report.tokens
+        elif learner_silence((now_ns - facts.last_report_ns) / NS_PER_S, self.status.step_time_ns / NS_PER_S):
+            facts.resumed_ns = now_ns
         facts.last_report_ns = now_ns
         facts.tokens.add(report.tokens, now_ns=now_ns)
         if report.loss is not None:

@@ -234,6 +234,9 @@ def test_tokens_per_second_are_of_the_time_that_was_measured() -> None:
     assert learner["step_seconds"] == 0.1
     once = status_of(view, learner_of(view.learner, first_report_ns=SECOND, last_report_ns=SECOND))["learner"]
     assert once["tokens_per_second"] is None
+    assert once["pause_age_seconds"] is None
+    paused = status_of(view, learner_of(view.learner, resumed_ns=4 * SECOND))["learner"]
+    assert paused["pause_age_seconds"] == 1.0
     never = status_of(view, learner_of(view.learner))["learner"]
     assert never["report_age_seconds"] is None
 

@@ -65,6 +65,11 @@ def test_a_learner_that_stands_still_is_silent_and_has_no_rate(bench: Bench) -> 
     bench.now_ns += 75 * SECOND
     assert bench.side.silence() == "the learner has reported no step for 75 s; a step takes 50 ms"
     assert bench.side.facts.tokens.per_second(now_ns=bench.now_ns) == 0.0
+    assert bench.side.facts.resumed_ns == 0, "it never stood still before"
+    for step in (101, 102):
+        bench.side.on_message(report(step, 100 * step))
+        assert bench.side.facts.resumed_ns == bench.now_ns - (step - 101) * SECOND
+        bench.now_ns += SECOND
     bench.side.on_attach(attach(), 4, ())
     assert bench.side.silence() == "", "the next one has not begun"
     assert bench.side.facts.tokens.per_second(now_ns=bench.now_ns) is None
