@@ -10,20 +10,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from diloco_node.core.ledger.summary import RunSummary, summary_of
+from diloco_node.core.ledger.summary import RunSummary
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.recovery.past_versions import PastVersion
-from diloco_node.core.recovery.replay_plan import find_end
 from diloco_node.core.types import Entry, RoundBody
 from diloco_node.daemon.checkpoint_copies import copies_at
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
 from diloco_node.daemon.parameters import join_fragments
-from diloco_node.daemon.run_files import region_folders
+from diloco_node.daemon.run_files import TRIES, final_model, read_ledger, region_folders
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.state_replay import read_past
 from diloco_node.errors import ConfigError, StorageError
@@ -31,11 +30,7 @@ from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.numeric import F32
 from diloco_node.state_names import FINAL_NAME, NODE_NAME, TRAINER_NAME
 from diloco_node.storage.durable import DamagedFile
-from diloco_node.storage.ledger_reader import LedgerReader
 from diloco_node.storage.store import RegionStore
-
-TRIES: Final = 3
-"""A daemon may remove a state after it was listed; two newer ones are there then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +66,14 @@ def read_merged(folder: Path) -> MergedModel:
     if manifest is None:
         raise StorageError(f"{folder} has no {MANIFEST_NAME}: the region never learnt its model")
     spec = NodeSpec.load(folder / NODE_NAME)
-    is_final = (folder / FINAL_NAME).is_file()
-    states = () if is_final else [_newest(folder, fragment.index) for fragment in manifest.fragments]
-    ledger = _ledger(folder, len(manifest.fragments))
+    is_final, versions = final_model(folder, len(manifest.fragments))
     if is_final:
-        end = find_end(*ledger) if ledger else None
-        versions = end.versions if end is not None else ()
         tensors = _final(folder, manifest)
     else:
+        states = [_newest(folder, fragment.index) for fragment in manifest.fragments]
         versions = tuple(version for version, _ in states)
         tensors = _assemble(manifest, [theta for _, theta in states])
+    ledger = read_ledger(folder, len(manifest.fragments))
     tokens = _tokens(*ledger, versions) if ledger and versions else None
     return MergedModel(trainer_model(folder), spec.run_id, spec.region, manifest, tensors, versions, tokens, is_final)
 
@@ -158,18 +151,6 @@ def _assemble(manifest: Manifest, thetas: Sequence[F32]) -> dict[str, F32]:
         if len(theta) != fragment.size:
             raise StorageError(f"fragment {fragment.index} has {len(theta)} values on disk, expected {fragment.size}")
     return join_fragments(manifest, thetas)
-
-
-def _ledger(folder: Path, fragments: int) -> tuple[RunSummary | None, tuple[Entry, ...]] | None:
-    """Sum of the old entries, and the entries after it; None: they can't be read, or change again and again."""
-    for _ in range(TRIES):
-        reader = LedgerReader(folder)
-        try:
-            reader.read()
-        except StorageError:
-            continue
-        return summary_of(reader.base, fragments=fragments), reader.entries
-    return None
 
 
 def _tokens(summary: RunSummary | None, entries: Sequence[Entry], versions: Sequence[int]) -> int | None:

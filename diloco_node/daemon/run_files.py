@@ -12,10 +12,13 @@ from diloco_node.core.recovery.replay_plan import find_end, find_genesis
 from diloco_node.core.types import Entry, GenesisBody
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
 from diloco_node.daemon.spec import NodeSpec
-from diloco_node.errors import ConfigError, StorageError
+from diloco_node.errors import ConfigError, ProtocolViolation, StorageError
 from diloco_node.state_names import FINAL_NAME, NODE_NAME
-from diloco_node.storage.ledger_reader import read_whole_ledger
+from diloco_node.storage.ledger_reader import LedgerReader, read_whole_ledger
 from diloco_node.storage.store import RegionStore
+
+TRIES: Final = 3
+"""A daemon may remove a state after it was listed; two newer ones are there then. It may change the ledger, too."""
 
 ARCHIVE_HINT: Final = (
     "payload_archive = true in [regions.NAME] keeps all that this region gets, from the first version on"
@@ -91,12 +94,38 @@ def region_folders(place: Path) -> list[Path]:
             f"{place}: no {MANIFEST_NAME} there or one folder below; give a region's state folder, as state/us-east, "
             "or the folder of all regions. A region has it when its learner has attached for the first time"
         )
-    return sorted(folders, key=lambda folder: ((folder / FINAL_NAME).is_file(), _progress(folder)), reverse=True)
+    return sorted(folders, key=_progress, reverse=True)
 
 
-def _progress(folder: Path) -> int:
-    """Versions on disk, over all fragments."""
+def read_ledger(folder: Path, fragments: int) -> tuple[RunSummary | None, tuple[Entry, ...]] | None:
+    """Sum of the old entries, and the entries after it; None: they can't be read, or change again and again."""
+    for _ in range(TRIES):
+        reader = LedgerReader(folder)
+        try:
+            reader.read()
+            return summary_of(reader.base, fragments=fragments), reader.entries
+        except (StorageError, ProtocolViolation):
+            continue
+    return None
+
+
+def final_model(folder: Path, fragments: int) -> tuple[bool, tuple[int, ...]]:
+    """Whether a folder has the final model of a run that did not go on there, and its versions.
+
+    No versions: the ledger can't be read.
+    """
+    if not (folder / FINAL_NAME).is_file():
+        return False, ()
+    ledger = read_ledger(folder, fragments)
+    end = None if ledger is None else find_end(*ledger)
+    return ledger is None or end is not None, () if end is None else end.versions
+
+
+def _progress(folder: Path) -> tuple[int, bool]:
+    """Versions on disk, over all fragments, and whether they are the final model: others may have extended the run."""
     manifest = load_manifest(folder)
     assert manifest is not None
+    is_final, versions = final_model(folder, len(manifest.fragments))
     store = RegionStore(folder, is_read_only=True)
-    return sum(max(store.state_versions(fragment.index), default=-1) for fragment in manifest.fragments)
+    states = [max(store.state_versions(fragment.index), default=-1) for fragment in manifest.fragments]
+    return sum(versions or states), is_final

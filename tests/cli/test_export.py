@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
-from diloco_node.core.types import FinishedBody, Member, RunSettings
+from diloco_node.core.types import EntryBody, ExtendedBody, FinishedBody, Member, RunSettings
 from diloco_node.daemon.final_model import write_final
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.spec import NodeSpec
@@ -77,16 +77,15 @@ def a_region(folder: Path, manifest: Manifest = BUILTIN, *, versions: tuple[int,
 def finish(folder: Path, manifest: Manifest = BUILTIN) -> dict[str, np.ndarray]:
     tensors = tensors_of(manifest, 40, 60)
     write_final(folder, tensors)
-    store = RegionStore(folder)
-    entries = store.load(2).entries
-    ends = chain(*(1 for _ in range(len(entries) + 1)), bodies=lambda at, _: _body(entries, at))
-    store.persist(1, "a", 0, ends[-1:])
-    store.close()
+    append(folder, FinishedBody((5, 7), "enough"))
     return tensors
 
 
-def _body(entries: tuple[Any, ...], index: int) -> Any:
-    return entries[index - 1].body if index <= len(entries) else FinishedBody((5, 7), "enough")
+def append(folder: Path, body: EntryBody) -> None:
+    store = RegionStore(folder)
+    bodies = [*(entry.body for entry in store.load(2).entries), body]
+    store.persist(1, "a", 0, chain(*(1 for _ in bodies), bodies=lambda at, _: bodies[at - 1])[-1:])
+    store.close()
 
 
 def exported(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
@@ -142,6 +141,19 @@ def test_of_a_whole_run_it_takes_the_region_that_is_furthest(
     assert exported(capsys, tmp_path, tmp_path / "out", "--force")[0] == 0
     assert is_equal(held(tmp_path / "out"), tensors)
     assert b.exists()
+
+
+def test_a_final_model_is_old_where_the_run_was_extended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By others, while this region was off; then here, where it could not be set aside."""
+    a_region(tmp_path / "state" / "a", versions=(6, 8))
+    c = a_region(tmp_path / "state" / "c", versions=(4, 4))
+    finish(c)
+    assert exported(capsys, tmp_path, tmp_path / "out")[0] == 0
+    assert is_equal(held(tmp_path / "out"), tensors_of(BUILTIN, 6, 8))
+    append(c, ExtendedBody(2000, 0))
+    assert exported(capsys, c, tmp_path / "out", "--force")[0] == 0
+    assert is_equal(held(tmp_path / "out"), tensors_of(BUILTIN, 4, 4))
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["is_final"] is False
 
 
 def test_a_damaged_state_falls_back_to_the_one_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
