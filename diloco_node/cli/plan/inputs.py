@@ -137,6 +137,7 @@ def source_of_state(folder: Path) -> Source:
     from diloco_node.cli.admin_client import ask_in
     from diloco_node.config.resolve import load_config
     from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
+    from diloco_node.daemon.run_record import read_run_record
     from diloco_node.daemon.spec import NodeSpec
 
     spec = NodeSpec.load(folder / NODE_NAME)
@@ -146,7 +147,12 @@ def source_of_state(folder: Path) -> Source:
             f"{folder} has no {MANIFEST_NAME}: the region's learner has not listed its model yet; "
             "use --parameters until it has"
         )
-    regions = tuple(sorted({spec.region, *spec.peers}))
+    # Orders have changed members and settings since the start; the ledger tells, also beside a running daemon.
+    record = read_run_record(folder)
+    regions = tuple(sorted({spec.region, *spec.peers})) if record is None else record.roster.names
+    settings = spec.settings
+    if record is not None and record.settings is not None:
+        settings = record.settings.within(settings)
     # As run.toml has them now, else of this region as it was started.
     limits = {spec.region: spec.budget.least()}
     if spec.config_file is not None and spec.config_file.exists():
@@ -155,7 +161,7 @@ def source_of_state(folder: Path) -> Source:
     step_s = (document.get("learner") or {}).get("step_seconds") or 0.0
     rtts_s = [peer.get("rtt_seconds") or 0.0 for peer in document.get("peers") or []]
     times_ns = int(1e9 * step_s), int(1e9 * max(rtts_s, default=0.0))
-    return Source(str(folder), manifest.size, manifest, spec.settings, regions, *times_ns, limits=limits)
+    return Source(str(folder), manifest.size, manifest, settings, regions, *times_ns, limits=limits)
 
 
 @dataclass(frozen=True, slots=True)

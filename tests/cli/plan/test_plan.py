@@ -10,10 +10,13 @@ from typer.testing import CliRunner
 
 from diloco_node.cli.plan.inputs import parse_parameters
 from diloco_node.config.budget_plan import BudgetPlan
+from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
+from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import Codec, RateLimits, RunSettings
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.main import app, main
+from tests.kit.begun_kit import begin_run
 from tests.kit.commands import run_command
 
 COLUMNS = 100
@@ -257,6 +260,16 @@ def test_a_regions_folder_says_all(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert inputs["origins"]["step_time"] == "as it runs"
     monkeypatch.setattr("diloco_node.cli.admin_client.ask", lambda target: {"error": "no status"})
     assert plan_json(str(folder))["inputs"]["step_seconds"] == 1
+
+
+def test_a_regions_ledger_says_what_orders_have_changed_since_its_start(tmp_path: Path) -> None:
+    folder = tmp_path / "state" / "us-east"
+    changes = (MembershipBody("ap", "contributor", "ap:1"), MembershipBody("eu", "former"))
+    ordered = SettingsBody.of(RunSettings(sync_every=40, overlap_steps=3))
+    begin_run(folder, "try", ("eu", "us-east"), changes=(*changes, ordered))
+    write_node_file(folder)
+    inputs = plan_json(str(folder))["inputs"]
+    assert (inputs["regions"], inputs["sync_every"]) == (["ap", "us-east"], 40)
 
 
 def test_a_regions_folder_says_its_budget_and_run_toml_what_holds_now(tmp_path: Path) -> None:
