@@ -25,7 +25,7 @@ STATUS_PATH: Final = "/api/v1/status"
 TIMEOUT_S: Final = 10.0
 ANSWER_BYTES_MAX: Final = 16 * 2**20
 WORDS_BYTES_MAX: Final = 80
-"""Of an answer that makes no sense so much is shown."""
+"""Length of what is shown of an answer that is no document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def order(folder: Path, path: str, document: Mapping[str, Any]) -> dict[str, Any
     """
     try:
         with post(folder, path, document) as answer:
-            return accepted(folder, answer)
+            return order_answer(folder, answer)
     except PermissionError as error:
         raise ConfigError(
             f"{error.filename or folder} is closed to you: give orders as the user that runs {folder.name}"
@@ -153,7 +153,7 @@ def order(folder: Path, path: str, document: Mapping[str, Any]) -> dict[str, Any
         raise no_daemon(folder, f"{error}") from None
 
 
-def accepted(folder: Path, answer: http.client.HTTPResponse) -> dict[str, Any]:
+def order_answer(folder: Path, answer: http.client.HTTPResponse) -> dict[str, Any]:
     """The JSON object by which a daemon accepts an order. Raises DilocoError: it refuses, or answers something else."""
     try:
         body = _document(answer)

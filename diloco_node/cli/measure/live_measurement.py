@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from diloco_node.cli.admin_client import accepted, ask_in, error_kind, post
+from diloco_node.cli.admin_client import ask_in, error_kind, order_answer, post
 from diloco_node.errors import ConfigError, PeerError, PeersUnreachable
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def measure(
     try:
         with post(daemon, "measure", document, timeout_s=SILENT_S) as answer:
             if answer.status != http.client.OK:
-                accepted(daemon, answer)  # which it is not: this raises the reason
+                order_answer(daemon, answer)  # which it is not: this raises the reason
             return follow(answer, on_progress, on_partial)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise PeersUnreachable(
