@@ -8,6 +8,8 @@ anew, so a region that has moved is found again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +21,9 @@ from diloco_node.errors import LinkLost
 
 ATTEMPT_S: Final = 0.25
 """Start of an attempt before the next address is tried beside it, as RFC 8305 recommends."""
+
+RESOLVE_S: Final = 15.0
+"""To resolve a name: glibc gives up a DNS server that does not answer after 10 s, and asks the next one after 5 s."""
 
 ADDRESSES_MAX: Final = 8
 """Most addresses of a name that are tried, those of both families in turn."""
@@ -46,7 +51,13 @@ async def resolve(address: str) -> list[Endpoint]:
     """The endpoints behind `host:port` in the order to try them, one or more. Raises LinkLost: it can't be resolved."""
     try:
         host, port = host_and_port(address)
-        rows = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with contextlib.suppress(ValueError):  # no IP address: a thread resolves it, and few may hang at once
+            return [Endpoint(str(ipaddress.ip_address(host)), port)]
+        async with asyncio.timeout(RESOLVE_S):
+            rows = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except TimeoutError:
+        silence = f"this machine's resolver does not answer in {RESOLVE_S:.0f} s: look at its DNS servers"
+        raise LinkLost(f"the name can't be resolved ({silence})") from None
     except (OSError, ValueError) as error:
         raise LinkLost(f"the name can't be resolved ({error})") from None
     endpoints = list(dict.fromkeys(Endpoint(str(where[0]), int(where[1])) for *_, where in rows))

@@ -15,11 +15,12 @@ from typing import Any, Final
 from diloco_node.errors import LinkLost
 from diloco_node.transport.streams import Stream
 
-RATE_FLOOR_BYTES_PER_S: Final = 50_000
-"""A peer that takes less than this for a whole chunk is too slow: 1 MiB in 21 s."""
+WRITE_S: Final = 30.0
+"""A peer that does not take a frame in this time is too slow, a small frame too. Before it may lie what a socket and
+the peer's window held when a budget was lowered: 4 MiB at 0.14 MB/s."""
 
-STALL_MIN_S: Final = 5.0
-"""But a small chunk has so long: a machine may stand still."""
+LOOK_S: Final = 1.0
+"""Between two looks at the deadlines. A look that is later than this was held up with the whole loop."""
 
 
 class Bundle:
@@ -119,10 +120,9 @@ class Bundle:
     async def _write(self, connection: int, frame: bytes, future: asyncio.Future[None] | None = None) -> None:
         """Write over a connection that is ours, and release it; not after a failure, which ends the link."""
         loop = asyncio.get_running_loop()
-        due_s = loop.time() + _limit_s(len(frame))
-        self._due_s[connection] = (due_s, len(frame))
+        self._due_s[connection] = (loop.time() + WRITE_S, len(frame))
         if self._timer is None:
-            self._timer = loop.call_at(due_s, self._check)
+            self._look_later(loop)
         try:
             await self._streams[connection].write(frame)
         finally:
@@ -131,30 +131,32 @@ class Bundle:
         if future is not None:
             future.set_result(None)
 
+    def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_later(min(LOOK_S, WRITE_S), self._check)
+
     def _check(self) -> None:
-        """A write may be overdue. While there are writes the timer is set to the first that could be: a timer of its
-        own for each would cost more than the frame does otherwise.
+        """A write may be overdue. While there are writes one timer looks at all of them: a timer of its own for each
+        would cost more than the frame does otherwise.
         """
-        self._timer = None
+        assert self._timer is not None
+        look_s, self._timer = self._timer.when(), None
         if not self._due_s:
             return
         loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        if now_s - look_s > LOOK_S:  # gRPC may have returned writes meanwhile, and their tasks have not run yet
+            self._due_s = {connection: (now_s + WRITE_S, size) for connection, (_, size) in self._due_s.items()}
         due_s, size = min(self._due_s.values())
-        if due_s > loop.time():
-            self._timer = loop.call_at(due_s, self._check)
+        if due_s > now_s:
+            self._look_later(loop)
             return
         self._fail(
             LinkLost(
-                f"{self._peer}: too slow: it did not take {size} bytes in {_limit_s(size):.0f} s "
-                f"(the floor is {RATE_FLOOR_BYTES_PER_S} bytes/s)"
+                f"{self._peer}: too slow: it did not take {size} bytes in {WRITE_S:.0f} s: look at the line, and at "
+                f"what holds up {self._peer}"
             )
         )
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error
         self._failed.set()
-
-
-def _limit_s(size: int) -> float:
-    """Return how long a write of so many bytes may take."""
-    return max(STALL_MIN_S, size / RATE_FLOOR_BYTES_PER_S)

@@ -246,7 +246,7 @@ class PeerLink:
 
     async def _connect(self, dial_number: int, old: Session | None) -> Session:
         assert self.address is not None
-        env = self.env
+        env, own = self.env, self.env.credentials.identity.certificate
         if why := env.quarantine_reason(self.peer):
             raise LinkLost(f"{self.peer} is {why}")
         streams: dict[Lane, DialedStream] = {}
@@ -270,7 +270,7 @@ class PeerLink:
             raise
         more = partial(self.dial_more, address, instance, dial_number)
         control, bulk = streams[Lane.CONTROL], streams[Lane.BULK]
-        return Session(self.peer, control, bulk, env, intake=self.intake, instance=instance, more=more)
+        return Session(self.peer, control, bulk, env, own=own, intake=self.intake, instance=instance, more=more)
 
     async def dial_more(self, address: str, instance: bytes, dial_number: int, connection: int) -> DialedStream:
         """Open one more bulk connection of a session that is up. Raises PeerError."""
@@ -327,6 +327,7 @@ class PeerLink:
         if hello.connection:
             return await self._accept_more(hello, stream)
         self._resolve(hello)
+        own = self.env.credentials.identity.certificate
         if hello.lane is Lane.CONTROL:
             self._congestion = decode_congestion_controls(stream.peer_metadata(METADATA_KEY))
         await stream.send_metadata(answer(stream, self.peer, hello.lane, self.env.credentials))
@@ -349,6 +350,7 @@ class PeerLink:
                     control,
                     bulk,
                     self.env,
+                    own=own,
                     intake=self.intake,
                     instance=hello.instance_id,
                     accepted_dial=hello.dial,
@@ -436,6 +438,7 @@ class PeerLink:
         self._up.set()
         self._error = ""
         self._set_state(LinkState.UP)
+        self.check_certificates(is_renewed=True)  # what it was made with may not be good since
         _log.info("link up", peer=self.peer)
         try:
             self.env.handler.link_changed(self.peer, is_up=True)

@@ -22,7 +22,7 @@ from diloco_node.transport.quarantine import Quarantine
 CERTIFICATES_POLL_S: Final = 1.0
 """Between two looks at whether a link's certificate has ended: by the wall clock, which may be set."""
 
-Spawn = Callable[[Coroutine[Any, Any, None], str], None]
+Spawn = Callable[[Coroutine[Any, Any, object], str], None]
 
 
 class PeerLinks:
@@ -96,8 +96,9 @@ class PeerLinks:
         Such a link goes on with the old certificate until that ends, unless the peer's is not trusted any more.
         """
         failures: dict[str, PeerError] = {}
-        for peer, link in list(self.links.items()):
+        for link in self.links.values():
             link.check_certificates(is_renewed=True)
+        for peer, link in list(self.links.items()):
             if (error := await link.remake()) is not None:
                 failures[peer] = error
         return failures
@@ -105,10 +106,10 @@ class PeerLinks:
     async def _watch_certificates(self) -> None:
         while True:
             await asyncio.sleep(to_tick_s(CERTIFICATES_POLL_S))
-            for link in list(self.links.values()):
+            for peer, link in self.links.items():
                 link.check_certificates()
-                if link.is_outdated:
-                    await link.remake()
+                if link.is_outdated and self._spawn is not None:  # a dial may hang: the other links are looked at
+                    self._spawn(link.remake(), f"remake {peer}")
 
     async def stop(self) -> None:
         """Close all links. Their dialers were cancelled."""

@@ -138,7 +138,8 @@ def reason_of_end(peer: str, tasks: Iterable[asyncio.Task[None]], dropped: LinkL
 class Session:
     """The streams of one link while they live. `run` once; `drop` and `add` from anywhere.
 
-    control, bulk: the two streams that there always are. intake: the same for all sessions with the peer.
+    control, bulk: the two streams that there always are. own: our certificate, as it was before they were made.
+    intake: the same for all sessions with the peer.
     instance: of the peer's process, from its hello. accepted_dial: the peer's number of this session; None: we dialed.
     more: opens the bulk connection of an index, where we dialed; raises PeerError.
     """
@@ -150,6 +151,7 @@ class Session:
         bulk: Stream,
         env: LinkEnvironment,
         *,
+        own: Certificate,
         intake: Intake,
         instance: bytes = b"",
         accepted_dial: int | None = None,
@@ -157,8 +159,7 @@ class Session:
     ) -> None:
         self._peer = peer
         self._env = env
-        # Ours, when the session was made.
-        self._own_certificate = env.credentials.identity.certificate
+        self._own_certificate = own
         self.intake = intake
         # Control first, then bulk in the order of their numbers. The session closes them all.
         self.streams = [control, bulk]

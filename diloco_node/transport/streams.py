@@ -366,6 +366,8 @@ async def dial(
 ) -> DialedStream:
     """Connect to a peer, at any address of its name, and open the call of one lane with its `metadata`.
 
+    timeout_s: once the name is resolved, to connect and finish TLS.
+
     Raises LinkLost: names the peer, the address, the stage that failed, and the time it took.
     """
     loop = asyncio.get_running_loop()
@@ -387,8 +389,8 @@ async def dial(
             raise
 
     try:
+        attempts = {str(endpoint): partial(attempt, endpoint) for endpoint in await resolve(address)}
         async with asyncio.timeout(timeout_s):
-            attempts = {str(endpoint): partial(attempt, endpoint) for endpoint in await resolve(address)}
             return await first_success(attempts, discard=DialedStream.aclose)
     except (TimeoutError, LinkLost) as error:
         reason = "no answer to connect or TLS handshake" if isinstance(error, TimeoutError) else str(error)

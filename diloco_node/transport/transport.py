@@ -180,7 +180,7 @@ class GrpcTransport:
         # A link for each peer, and a listener: from `start` on.
         self.links = self._peers.links
         self.listener: Listener | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
         # Incoming calls whose hello has not come yet, at most HANDSHAKES_MAX.
         self._handshakes = 0
         self.port = 0
@@ -215,14 +215,15 @@ class GrpcTransport:
         self._spawn(self.pacer.run(), "wire meter")
         _log.info("listening", region=self._env.hello.region, address=host, port=self.port)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, object], name: str) -> None:
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(_report)
-        self._tasks.append(task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def stop(self) -> None:
         """Close all links; pending transfers fail with LinkLost. May be called twice."""
-        tasks, self._tasks = self._tasks, []
+        tasks, self._tasks = list(self._tasks), set()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -456,7 +457,7 @@ async def _answer_joiner(ours: Hello, stream: AcceptedStream, show_run: Callable
     await stream.write(frame)
 
 
-def _report(task: asyncio.Task[None]) -> None:
+def _report(task: asyncio.Task[Any]) -> None:
     """These tasks end by cancellation only; anything else is a fault of ours that must be seen."""
     if not task.cancelled() and task.exception() is not None:
         context = {"message": f"{task.get_name()} ended", "exception": task.exception()}

@@ -11,6 +11,8 @@ import pytest
 from diloco_node.errors import LinkLost
 from diloco_node.transport import addresses
 from diloco_node.transport.addresses import ADDRESSES_MAX, first_success, resolve
+from diloco_node.transport.streams import dial
+from diloco_node.wire.envelope import Lane
 from tests.kit.transport_kit import DEADLINE_S, Mesh, address
 
 LINK_S = 10.0
@@ -43,7 +45,8 @@ async def test_a_name_with_many_addresses_is_cut(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("text", ["[::1]:7400", "127.0.0.1:7400"])
-async def test_an_address_is_itself(text: str) -> None:
+async def test_an_address_is_itself_and_needs_no_resolver(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name_leads_to(monkeypatch)
     assert [str(endpoint) for endpoint in await resolve(text)] == [text]
 
 
@@ -51,6 +54,18 @@ async def test_a_name_that_is_unknown_is_said(monkeypatch: pytest.MonkeyPatch) -
     name_leads_to(monkeypatch)
     with pytest.raises(LinkLost, match="the name can't be resolved"):
         await resolve("peer.example:7400")
+
+
+async def test_a_resolver_that_hangs_is_not_taken_for_a_peer_that_does(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def getaddrinfo(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(addresses, "RESOLVE_S", 0.02)
+    with pytest.raises(LinkLost, match="this machine's resolver does not answer"):
+        await dial(mesh.identity("a"), "b", "peer.example:7400", Lane.CONTROL, timeout_s=0.01)
 
 
 async def never() -> str:

@@ -154,8 +154,7 @@ async def test_transfers_fail_with_link_lost_when_the_link_dies_and_buffers_are_
 
 
 async def test_a_peer_that_does_not_read_is_too_slow(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "STALL_MIN_S", 0.3)
-    monkeypatch.setattr(bundle, "RATE_FLOOR_BYTES_PER_S", 100_000_000)
+    monkeypatch.setattr(bundle, "WRITE_S", 0.3)
     b, at_b = await mesh.start("b", {"a": None})
     made = await rogue(mesh, b)
     await at_b.until(lambda: at_b.is_up.get("a"))

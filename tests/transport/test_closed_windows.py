@@ -9,7 +9,7 @@ import pytest
 from diloco_node.errors import LinkLost, PeerError
 from diloco_node.transport.intake import Intake
 from diloco_node.transport.link import PeerLink
-from diloco_node.transport.peer_session import Session
+from diloco_node.transport.peer_session import More, Session
 from diloco_node.transport.streams import DialedStream, Metadata
 from diloco_node.wire import envelope as e
 from tests.kit.stacks import to_its_end
@@ -49,7 +49,7 @@ async def test_a_hello_that_is_not_taken_ends_the_call(mesh: Mesh, lane: e.Lane)
 async def test_a_control_lane_that_takes_nothing_ends_the_link(mesh: Mesh) -> None:
     """Its pings come all the time, so it is not silent."""
     b, _ = await mesh.start("b", {"a": None}, times=dataclasses.replace(FAST, silent_s=1.0, ping_s=0.05))
-    session = Session("a", Closed(), _Quiet(), b.links["a"].env, intake=Intake(1000, now_ns=0))
+    session = session_over(b.links["a"], Closed())
     async with asyncio.timeout(DEADLINE_S):
         ended = await session.run()
     assert "a: takes nothing any more: its window is closed" in str(ended)
@@ -57,7 +57,7 @@ async def test_a_control_lane_that_takes_nothing_ends_the_link(mesh: Mesh) -> No
 
 async def test_a_process_that_stood_still_gives_the_peer_its_time_again(mesh: Mesh) -> None:
     b, _ = await mesh.start("b", {"a": None}, times=dataclasses.replace(FAST, silent_s=1.5, ping_s=0.05))
-    session = Session("a", Closed(), _Quiet(), b.links["a"].env, intake=Intake(1000, now_ns=0))
+    session = session_over(b.links["a"], Closed())
     task = asyncio.ensure_future(session.run())
     await asyncio.sleep(0.3)
     time.sleep(2.0)  # noqa: ASYNC251 - as a suspended process
@@ -91,8 +91,7 @@ async def test_a_session_that_ends_dials_no_more_connections(mesh: Mesh) -> None
         await forgets_its_cancellation(is_dialing)
         raise AssertionError
 
-    env = b.links["a"].env
-    session = Session("a", _Quiet(), _Quiet(), env, intake=Intake(1000, now_ns=0), more=more)
+    session = session_over(b.links["a"], _Quiet(), more)
 
     async def ends() -> None:
         assert "the test wants it" in str(await session.run())
@@ -109,6 +108,12 @@ async def test_a_transport_that_stops_dials_nobody_any_more(mesh: Mesh, monkeypa
     a, _ = await mesh.start("a", {"b": "127.0.0.1:1"})
     await is_dialing.wait()
     await to_its_end(a.stop(), "the transport", limit_s=DEADLINE_S)
+
+
+def session_over(link: PeerLink, control: Closed, more: More | None = None) -> Session:
+    """Bulk is quiet."""
+    own, intake = link.env.credentials.identity.certificate, Intake(1000, now_ns=0)
+    return Session("a", control, _Quiet(), link.env, own=own, intake=intake, more=more)  # type: ignore[arg-type]
 
 
 class _Quiet(Closed):

@@ -4,7 +4,9 @@ import asyncio
 import base64
 import datetime as dt
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,6 +123,69 @@ async def test_a_link_that_was_made_with_the_certificate_before_is_made_once_mor
         assert not a.peer_status()["b"].is_renewed
     await eventually(lambda: certificate_of(b, "a") == newest.certificate.fingerprint)
     await eventually(lambda: a.peer_status()["b"].is_renewed)
+
+
+def change_while_dialing(
+    transport: GrpcTransport, peer: str, change: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both streams of the dial are made then, and its session is not."""
+    link = transport.links[peer]
+    exchange = link._exchange_hellos
+
+    async def exchange_and_change(*args: Any) -> bytes:
+        try:
+            return await exchange(*args)
+        finally:
+            change()
+
+    monkeypatch.setattr(link, "_exchange_hellos", exchange_and_change)
+
+
+async def test_a_certificate_that_changes_during_a_dial_is_seen(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    b, _ = await mesh.start("b", {"a": None})
+    a, at_a = await mesh.start("a", {"b": None})
+    renew_regions(mesh.folder / "run", ["a"])
+    newest = mesh.identity("a")
+    change_while_dialing(a, "b", lambda: setattr(a.credentials, "identity", newest), monkeypatch)
+    a.follow({"b": address(b)})
+    await at_a.until(lambda: at_a.is_up.get("b"))
+    assert not a.peer_status()["b"].is_renewed
+    await eventually(lambda: certificate_of(b, "a") == newest.certificate.fingerprint)
+
+
+async def test_a_peer_that_is_not_trusted_any_more_at_the_end_of_a_dial_gets_no_lasting_link(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b, _ = await mesh.start("b", {"a": None})
+    a, at_a = await mesh.start("a", {"b": None})
+    folder = mesh.folder / "run"
+    renew_authority(folder)
+    renew_regions(folder, ["a", "c"])
+    shutil.rmtree(folder / "b")
+    drop_old_authority(folder)
+    newest = mesh.identity("a")
+    change_while_dialing(a, "b", lambda: setattr(a.credentials, "identity", newest), monkeypatch)
+    a.follow({"b": address(b)})
+    await at_a.until(lambda: at_a.changes[:2] == [("b", True), ("b", False)])
+
+
+async def test_a_link_that_can_not_be_made_again_holds_up_no_revocation(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transports, handlers = await trio(mesh)
+    renew_regions(mesh.folder / "run", ["a"])
+    is_dialing = asyncio.Event()
+
+    async def swallow(*_: object) -> None:
+        is_dialing.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(transports["a"].links["b"], "_connect", swallow)
+    transports["a"].credentials.identity = mesh.identity("a")
+    await is_dialing.wait()
+    transports["a"].credentials.revocations = frozenset({mesh.identity("c").certificate.fingerprint})
+    await handlers["a"].until(lambda: not handlers["a"].is_up["c"])
+    assert handlers["a"].is_up["b"]
 
 
 async def test_links_with_an_authority_that_is_dropped_are_closed(mesh: Mesh) -> None:

@@ -252,7 +252,7 @@ async def test_a_write_that_fails_is_reported_and_stalls_have_a_deadline(monkeyp
     await made.write(b"x", [])
     with pytest.raises(LinkLost, match="gone"):
         await asyncio.wait_for(made.until_failed(), DEADLINE_S)
-    monkeypatch.setattr(bundle, "STALL_MIN_S", 0.01)
+    monkeypatch.setattr(bundle, "WRITE_S", 0.01)
     for count in (1, 2):
         stalled = Bundle("b", Pipe(0))
         if count > 1:
@@ -266,7 +266,7 @@ async def test_a_write_that_fails_is_reported_and_stalls_have_a_deadline(monkeyp
 
 
 async def test_the_one_timer_goes_on_with_the_writes_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "STALL_MIN_S", 0.02)
+    monkeypatch.setattr(bundle, "WRITE_S", 0.02)
     pipe = Pipe(1)
     made = Bundle("b", pipe)
     failed = asyncio.create_task(made.until_failed())
@@ -277,6 +277,33 @@ async def test_the_one_timer_goes_on_with_the_writes_that_come_later(monkeypatch
     with pytest.raises(LinkLost, match="it did not take 2 bytes"):
         await asyncio.wait_for(failed, DEADLINE_S)
     assert not writing.done()
+    await made.close()
+
+
+@pytest.mark.parametrize(
+    ("step_s", "steps"),
+    [
+        pytest.param(2 * bundle.WRITE_S, 3, id="the loop stands still: the timer comes before what gRPC has"),
+        pytest.param(1.0, 22, id="the peer reads what lies before it, 1 MiB, at a share of 50 kB/s"),
+    ],
+)
+async def test_a_small_frame_waits_for_a_loop_that_stands_still_and_for_what_lies_before_it(
+    monkeypatch: pytest.MonkeyPatch, step_s: float, steps: int
+) -> None:
+    loop, pipe, passed_s = asyncio.get_running_loop(), Pipe(1), [0.0]
+    time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time() + passed_s[0])
+    made = Bundle("b", pipe)
+    await made.write(bytes(2**20), [])
+    writing = asyncio.create_task(made.write(b"x", []))
+    await asyncio.sleep(0)
+    for _ in range(steps):
+        passed_s[0] += step_s
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not made._failed.is_set()
+    pipe.room.release()
+    await writing
     await made.close()
 
 

@@ -128,7 +128,13 @@ class WireMeter:
     def sample(self) -> None:
         """Read the counters of all sockets."""
         sockets = read_sockets()
-        live = {sock.cookie: (self._peers[sock.remote], sock) for sock in sockets if sock.remote in self._peers}
+        # One of known lane keeps its peer: another one behind the same address may have been dialed since.
+        owners = {cookie: owner for cookie, (owner, _) in self._live.items() if cookie in self._lanes}
+        live = {
+            sock.cookie: (owners.get(sock.cookie) or self._peers[sock.remote], sock)
+            for sock in sockets
+            if sock.remote in self._peers
+        }
         for cookie in sorted(self._live.keys() - live.keys()):
             peer, last = self._live[cookie]
             self._ended[peer] = self._ended[peer].with_socket(last)

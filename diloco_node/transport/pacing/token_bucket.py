@@ -19,6 +19,11 @@ fast as the budget a burst stands in the queue for as long, before every heartbe
 BURST_NS_MAX: Final = 150_000_000
 """On a machine whose timers are later (`set_lateness`) a bucket saves up more, but never more than this."""
 
+DEBT_NS_MAX: Final = 10 * NS_PER_S
+"""A bucket pays for as long at most. What nobody can hold back, acknowledgements and what was under way when the rate
+was lowered, would else stop bulk for minutes, and a link that has no turn for one minute is given up.
+"""
+
 PIECE_NS: Final = 10_000_000
 PIECE_BYTES_MIN: Final = 16 * 2**10
 PIECE_BYTES_MAX: Final = 2**20
@@ -73,10 +78,11 @@ class TokenBucket:
         self.rate_bytes_per_s = rate_bytes_per_s
         if rate_bytes_per_s is not None:
             self._burst = burst_bytes(rate_bytes_per_s, self._late_ns) if self._burst_set is None else self._burst_set
-            self._level = min(self._level, self._burst * NS_PER_S)
+            self._level = max(min(self._level, self._burst * NS_PER_S), -rate_bytes_per_s * DEBT_NS_MAX)
 
     def set_rate(self, rate_bytes_per_s: int | None, *, now_ns: int) -> None:
-        """Change the ceiling from now on; what was saved up shrinks to the new burst, debts stay."""
+        """Change the ceiling from now on; what was saved up shrinks to the new burst, debts stay, up
+        to DEBT_NS_MAX of the new rate."""
         self._accrue(now_ns)
         if self.rate_bytes_per_s is None:
             self._level = 0
@@ -104,11 +110,12 @@ class TokenBucket:
         return True
 
     def charge(self, size_bytes: int, *, now_ns: int) -> int:
-        """Count bytes that nobody asked for. Returns for how many ns the bucket is in debt by that; 0: it is not."""
+        """Count bytes that nobody asked for. Returns for how many ns the bucket is in debt by that, DEBT_NS_MAX at
+        most; 0: it is not."""
         self._accrue(now_ns)
         if self.rate_bytes_per_s is None:
             return 0
-        self._level -= size_bytes * NS_PER_S
+        self._level = max(self._level - size_bytes * NS_PER_S, -self.rate_bytes_per_s * DEBT_NS_MAX)
         return max(0, -(self._level // self.rate_bytes_per_s))
 
     def refund(self, size_bytes: int) -> None:

@@ -63,6 +63,18 @@ def test_addresses_of_incoming_calls_are_forgotten_when_their_sockets_are_gone(m
     assert meter.traffic("b") == PeerTraffic(1000 + 2 * 52, 3 * 52, is_measured=True)
 
 
+async def test_two_peers_behind_one_address_keep_their_own_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, meter = FakeKernel(monkeypatch), WireMeter()
+    for cookie, peer in enumerate("bc"):
+        async with meter.opening(peer, is_bulk=True):
+            kernel.now = [*kernel.now, counters(cookie, sent=1000 * (cookie + 1), received=0)]
+            meter.sample()  # before its dial is over
+            meter.assign(peer, REMOTE)
+    meter.sample()
+    assert meter.traffic("b") == PeerTraffic(1000 + 2 * 52, 3 * 52, is_measured=True)
+    assert meter.traffic("c") == PeerTraffic(2000 + 2 * 52, 3 * 52, is_measured=True)
+
+
 def test_sockets_of_nobody_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = FakeKernel(monkeypatch)
     meter = WireMeter()

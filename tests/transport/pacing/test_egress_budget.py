@@ -233,6 +233,18 @@ def test_control_never_waits_and_bulk_waits_for_it() -> None:
     assert ready_at_ns(budget, "b", 1000, now_ns=NS_PER_S) == NS_PER_S + (88_000 + 1060) * 10_000
 
 
+def test_bulk_goes_on_soon_after_acknowledgements_that_nobody_can_hold_back() -> None:
+    """10 GB that came in at 100 MB/s, acknowledged within 2 Mbit/s."""
+    budget = EgressBudget("bc", now_ns=0)
+    budget.region.set_rate(250_000, now_ns=0)
+    for second in range(1, 101):
+        budget.learn_overhead("b", data_bytes=0, other_bytes=second * 2_300_000, now_ns=second * NS_PER_S)
+    for peer in "bc":
+        assert ready_at_ns(budget, peer, 1000, now_ns=100 * NS_PER_S) < 111 * NS_PER_S
+    budget.region.set_rate(2_500_000, now_ns=100 * NS_PER_S)
+    assert ready_at_ns(budget, "b", 1000, now_ns=100 * NS_PER_S) < 102 * NS_PER_S, "a raised budget helps at once"
+
+
 def test_without_a_limit_everything_goes_at_once_and_is_counted() -> None:
     budget = EgressBudget("bc", now_ns=0)
     assert not budget.is_limited("b")

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_node.numeric import NS_PER_S
+from diloco_node.transport.bundle import WRITE_S
 from diloco_node.transport.pacing.grants import (
     ALLOWANCE_BYTES,
     ALLOWANCE_NS,
@@ -17,6 +18,7 @@ from diloco_node.transport.pacing.grants import (
     IngressGrants,
     max_min,
 )
+from diloco_node.transport.pacing.token_bucket import DEBT_NS_MAX
 
 MS = 1_000_000
 RATE = 999_900
@@ -200,6 +202,16 @@ def test_a_peer_that_sends_more_is_read_at_its_share(factor: int) -> None:
     assert read <= 10 * RATE + ALLOWANCE_BYTES + RATE * ALLOWANCE_NS // NS_PER_S + 4 * 16_384
 
 
+def test_a_frame_that_was_under_way_when_the_share_fell_does_not_close_the_window_for_long() -> None:
+    """The sender gives a link up that takes nothing for WRITE_S."""
+    grants = connected("abc", None)
+    grants.region.set_rate(30_000, now_ns=NS_PER_S)
+    grants.due(now_ns=NS_PER_S)
+    for now_ns in (NS_PER_S, 2 * NS_PER_S):
+        grants.count_arrival("a", 2**20, now_ns=now_ns)
+        assert grants.read_at_ns("a", now_ns=now_ns) - now_ns < WRITE_S / 2 * NS_PER_S
+
+
 def test_the_overhead_of_what_is_read_is_learnt() -> None:
     grants = connected("a")
     wire = Fraction(0)
@@ -209,6 +221,8 @@ def test_the_overhead_of_what_is_read_is_learnt() -> None:
         grants.count_arrival("a", 500_000, now_ns=now_ns)
         wire += Fraction(500_000 * 112, 100)
         grants.count_on_wire("a", int(wire), now_ns=now_ns)
+    now_ns += DEBT_NS_MAX
+    grants.count_arrival("a", 1_000_000, now_ns=now_ns)
     before_ns = grants.read_at_ns("a", now_ns=now_ns)
     grants.count_arrival("a", 1_000_000, now_ns=now_ns)
     cost = (grants.read_at_ns("a", now_ns=now_ns) - before_ns) * RATE // NS_PER_S

@@ -5,7 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_node.numeric import NS_PER_S
-from diloco_node.transport.pacing.token_bucket import PIECE_BYTES_MAX, TokenBucket, burst_bytes, piece_bytes
+from diloco_node.transport.pacing.token_bucket import (
+    DEBT_NS_MAX,
+    PIECE_BYTES_MAX,
+    TokenBucket,
+    burst_bytes,
+    piece_bytes,
+)
 from tests.kit.budget_kit import most_in_any_window
 
 MS = 1_000_000
@@ -124,6 +130,16 @@ def test_debts_stay_when_the_rate_changes_and_savings_shrink() -> None:
     rich.set_rate(10_000, now_ns=NS_PER_S)
     assert rich.try_spend(burst_bytes(10_000), now_ns=NS_PER_S)  # of the new rate, not of the old
     assert rich.ready_at_ns(1, now_ns=NS_PER_S) > NS_PER_S
+
+
+def test_no_debt_takes_longer_than_ten_seconds_to_pay() -> None:
+    bucket = TokenBucket(1000, now_ns=0)
+    assert bucket.charge(10**9, now_ns=0) == DEBT_NS_MAX
+    assert bucket.ready_at_ns(10, now_ns=0) == DEBT_NS_MAX + 10 * MS
+    bucket.set_rate(10, now_ns=0)
+    assert bucket.debt_bytes(now_ns=0) == 100
+    bucket.set_rate(1000, now_ns=0)
+    assert bucket.debt_bytes(now_ns=0) == 100, "what is forgotten does not come back"
 
 
 def test_what_a_full_bucket_does_not_take_is_lost() -> None:
