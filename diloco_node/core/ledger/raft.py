@@ -297,7 +297,8 @@ class LedgerCore(LedgerState):
         if (answer.accepted or entry_hash != ZERO_HASH) and self._log.contradicts(index, entry_hash):
             verb = "acknowledges" if answer.accepted else "holds"
             self._contradict(peer, f"{peer} {verb} {self._log.difference(index, entry_hash)}: not counted")
-            if not answer.accepted and self._claims.is_heeded(peer, now_ns=now_ns):
+            is_vote = not answer.accepted and peer in self.disks.roster.voters
+            if is_vote and self._claims.is_heeded(peer, now_ns=now_ns):
                 # Perhaps this folder is the older copy: the others may elect who has forgotten nothing.
                 self._become_follower("", now_ns)
             return

@@ -6,6 +6,7 @@ import pytest
 
 from diloco_node.core.events import LinkChanged, MessageArrived, Send, TimerFired
 from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.messages import AppendEntriesReply, BaseSent
 from diloco_node.core.types import Entry, EntryBody, LeaderBody, Recovered
 from tests.kit.ledger_kit import (
@@ -163,6 +164,16 @@ def test_a_leader_that_hears_of_another_entry_steps_down_but_not_each_time() -> 
     assert core.is_leader
     arrive(core, "b", ack(core.term, 1, False, 0), now_ns)
     assert len(core.contradictions) == 1
+
+
+def test_a_region_without_a_vote_that_holds_another_entry_deposes_nobody() -> None:
+    """As after `members recover`: a region that was added again came with its old folder."""
+    core, effects, now_ns = a_leader()
+    write_all(core, effects, now_ns)
+    write_all(core, core.propose(MembershipBody("c", "contributor"), now_ns=now_ns), now_ns)
+    effects = arrive(core, "c", AppendEntriesReply(core.term, 1, False, 1, b"x" * 32, disk_of("c")), now_ns)
+    assert "c holds another entry 1" in alarms(effects)[0]
+    assert core.is_leader
 
 
 def test_two_clones_that_vote_for_two_leaders_are_seen_by_both() -> None:
