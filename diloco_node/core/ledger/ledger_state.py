@@ -278,6 +278,8 @@ class LedgerState:
 
     def hear(self, peer: str, folder: FolderLife) -> str:
         """Take what a region tells of its folder. Return why it is an older copy, if that is news."""
+        if self.folders.is_renewed(peer):
+            self.contradictions.pop(peer, None)
         if fault := self.folders.hear(peer, folder):
             self.contradictions[peer] = f"the folder of {peer} is an older copy: {fault}"
             if follower := self._followers.get(peer):

@@ -30,24 +30,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from diloco_node.core.events import (
-    Effect,
-    Event,
-    LedgerPersisted,
-    LinkChanged,
-    MessageArrived,
-    TimerFired,
-)
+from diloco_node.core.events import Effect, Event, LedgerPersisted, LinkChanged, MessageArrived, TimerFired
 from diloco_node.core.ledger.election import Role
 from diloco_node.core.ledger.entries import ZERO_HASH
 from diloco_node.core.ledger.ledger_state import LedgerState, body_name
-from diloco_node.core.ledger.replication import (
-    Follower,
-    Following,
-    fault_in,
-    fork_in,
-    is_fork,
-)
+from diloco_node.core.ledger.replication import Follower, Following, fault_in, fork_in, is_fork
 from diloco_node.core.messages import (
     AppendEntries,
     AppendEntriesReply,
@@ -302,6 +289,8 @@ class LedgerCore(LedgerState):
                 # Perhaps this folder is the older copy: the others may elect who has forgotten nothing.
                 self._become_follower("", now_ns)
             return
+        if answer.accepted and index >= self.cluster_commit_index:
+            self.contradictions.pop(peer, None)
         follower = self._followers[peer]
         is_whole = follower.answered(answer, now_ns=now_ns)
         self._hear_majority()
@@ -479,6 +468,8 @@ class LedgerCore(LedgerState):
 
     def _acknowledge(self, sequence: int) -> None:
         index = self._following.reported_index = self._following.acknowledged_index(self._log)
+        if index == self._log.known_index:  # all that is here is the leader's
+            self.contradictions.pop(self.leader, None)
         answer = AppendEntriesReply(self.term, sequence, True, index, self._log.hash_at(index), self._disk)
         self._gate.send(self.leader, answer)
 

@@ -5,10 +5,11 @@ from copy import deepcopy
 import pytest
 
 from diloco_node.core.events import LinkChanged, MessageArrived, Send, TimerFired
+from diloco_node.core.ledger.folder_lives import next_life
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.messages import AppendEntriesReply, BaseSent
-from diloco_node.core.types import Entry, EntryBody, LeaderBody, Recovered
+from diloco_node.core.types import DiskNamedBody, Entry, EntryBody, FolderLife, LeaderBody, Recovered
 from tests.kit.ledger_kit import (
     TIMEOUT_NS,
     a_core,
@@ -164,6 +165,38 @@ def test_a_leader_that_hears_of_another_entry_steps_down_but_not_each_time() -> 
     assert core.is_leader
     arrive(core, "b", ack(core.term, 1, False, 0), now_ns)
     assert len(core.contradictions) == 1
+
+
+def test_a_contradiction_is_none_any_more_once_the_logs_are_one_again() -> None:
+    core, effects, now_ns = a_leader()
+    write_all(core, effects, now_ns)
+    arrive(core, "c", AppendEntriesReply(core.term, 1, True, 1, b"x" * 32, disk_of("c")), now_ns)
+    arrive(core, "c", ack(core.term, 1, False, 0), now_ns)
+    arrive(core, "b", ack(core.term, 1, True, 1), now_ns)
+    arrive(core, "c", ack(core.term, 1, True, 0), now_ns)
+    assert set(core.contradictions) == {"c"}, "it does not hold yet what is committed"
+    arrive(core, "c", ack(core.term, 1, True, 1), now_ns)
+    assert core.contradictions == {}
+    core = a_core(entries=HELD, term=7)
+    core.contradictions["b"] = "b leads with another entry 4"
+    write_all(core, arrive(core, "b", append_entries(chain(4, 5, 5, 6, 7), 3, 3, term=7)))
+    assert set(core.contradictions) == {"b"}, "this log goes on otherwise"
+    write_all(core, arrive(core, "b", append_entries((*HELD, *chain(7)), 4, 4, term=7)))
+    assert (core.leader, core.contradictions) == ("b", {})
+
+
+def test_an_older_copy_is_an_alert_until_its_folder_is_named_anew() -> None:
+    core, effects, now_ns = a_leader()
+    write_all(core, effects, now_ns)
+    lives = [next_life(start << 32, 7) for start in range(3)]
+    for life in (lives[2], lives[1]):
+        core.hear("b", FolderLife(disk_of("b"), life, 0, 0))
+    assert "the folder of b is an older copy" in core.contradictions["b"]
+    for disk in (b"", disk_of("b")):
+        assert "b" in core.contradictions
+        write_all(core, core.propose(DiskNamedBody("b", disk), now_ns=now_ns), now_ns)
+        core.hear("b", FolderLife(disk_of("b"), lives[1], 0, 0))
+    assert core.contradictions == {}
 
 
 def test_a_region_without_a_vote_that_holds_another_entry_deposes_nobody() -> None:
