@@ -289,7 +289,7 @@ class LedgerCore(LedgerState):
                 # Perhaps this folder is the older copy: the others may elect who has forgotten nothing.
                 self._become_follower("", now_ns)
             return
-        if answer.accepted and index >= self.cluster_commit_index:
+        if answer.accepted and index >= self.cluster_commit_index and not self.folders.is_older(peer):
             self.contradictions.pop(peer, None)
         follower = self._followers[peer]
         is_whole = follower.answered(answer, now_ns=now_ns)

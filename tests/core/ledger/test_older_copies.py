@@ -192,6 +192,7 @@ def test_an_older_copy_is_an_alert_until_its_folder_is_named_anew() -> None:
     for life in (lives[2], lives[1]):
         core.hear("b", FolderLife(disk_of("b"), life, 0, 0))
     assert "the folder of b is an older copy" in core.contradictions["b"]
+    arrive(core, "b", ack(core.term, 1, True, 1), now_ns)
     for disk in (b"", disk_of("b")):
         assert "b" in core.contradictions
         write_all(core, core.propose(DiskNamedBody("b", disk), now_ns=now_ns), now_ns)
