@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from diloco_node.core.ledger.entries import seal
-from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.ledger.roster import Roster, majority_of
 from diloco_node.core.ledger.summary import RunSummary, roster_at, summary_of
 from diloco_node.core.ledger.witness import QUIET_NS, RECORD_BYTES_MAX, WitnessRecord, decode_record, encode_record
 from diloco_node.core.member_kind import MemberKind, MembershipBody
@@ -31,6 +31,7 @@ from diloco_node.core.types import DISK_ID_BYTES, Entry, Recovered, RoundBody, S
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.errors import ConfigError, ProtocolViolation, StoreRefused
 from diloco_node.numeric import NS_PER_S
+from diloco_node.state_names import FINAL_NAME
 from diloco_node.storage.object_store import bucket_scheme
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.swapped_object import BEFORE, FOLDER, RECORD, SwappedObject
@@ -166,7 +167,12 @@ def _read(folder: Path, region: str, store: RegionStore, ask: Callable[[str], Wi
             versions[entry.body.fragment] = entry.body.version
     fault = _fault(folder, region, roster, recovery, next(_lacks(recovery, summary), ""))
     if find_end(summary, recovery.entries) is not None:
-        fault = f"the run is finished in {folder}: give it more steps, and start the region"
+        voters = f" and {majority_of(len(roster.voters)) - 1} of the other voters" * (roster.voters != (region,))
+        init = folder / FINAL_NAME if (folder / FINAL_NAME).exists() else f"{folder}@N"
+        fault = (
+            f"the run is finished in {folder}: give it more steps, and start the region{voters}. Or begin a new run "
+            f"from its end, with run.init = {init}"
+        )
     if fault:
         raise ConfigError(fault)
     bucket, loss = None, ""
