@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
+from diloco_node.core.ledger.election import TERMS_AHEAD
 from diloco_node.core.ledger.entries import seal
 from diloco_node.core.ledger.roster import Roster, majority_of
 from diloco_node.core.ledger.summary import RunSummary, roster_at, summary_of
@@ -35,9 +35,6 @@ from diloco_node.state_names import FINAL_NAME
 from diloco_node.storage.object_store import bucket_scheme
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.swapped_object import BEFORE, FOLDER, RECORD, SwappedObject
-
-TERMS_AHEAD: Final = 1 << 16
-"""Above every term that the others can have come to since: with an election each second, 18 hours without a leader."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from diloco_node.core.ledger.election import TERMS_AHEAD
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.witness import WitnessRecord
@@ -22,7 +23,7 @@ from diloco_node.core.types import (
     LedgerBase,
     SnapshotBody,
 )
-from diloco_node.daemon.lone_region import TERMS_AHEAD, WitnessBucket, go_on_alone, look_alone
+from diloco_node.daemon.lone_region import WitnessBucket, go_on_alone, look_alone
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.errors import ConfigError, StorageError, StoreRefused
 from diloco_node.storage.store import RegionStore

@@ -31,7 +31,7 @@ from dataclasses import replace
 from typing import Final
 
 from diloco_node.core.events import Effect, Event, LedgerPersisted, LinkChanged, MessageArrived, TimerFired
-from diloco_node.core.ledger.election import Role
+from diloco_node.core.ledger.election import TERMS_AHEAD, Role
 from diloco_node.core.ledger.entries import ZERO_HASH
 from diloco_node.core.ledger.ledger_state import LedgerState, body_name
 from diloco_node.core.ledger.replication import Follower, Following, fault_in, fork_in, is_fork
@@ -426,7 +426,11 @@ class LedgerCore(LedgerState):
     def _part_from(self, peer: str, index: int, entry_hash: bytes, sequence: int, now_ns: int) -> None:
         """Follow no more who leads with a log that can't be beside this one, and tell it: nothing here is dropped."""
         settled = ", which is committed here" if index <= self.cluster_commit_index else ""
-        self._contradict(peer, f"{peer} leads with {self._log.difference(index, entry_hash)}{settled}: not followed")
+        text = f"{peer} leads with {self._log.difference(index, entry_hash)}{settled}: not followed"
+        is_signed = self.newer_roster.changes > self.disks.roster.changes
+        if is_signed and self.term - self._log.last_term >= TERMS_AHEAD:
+            text += f". It is `members recover` that dropped what this folder holds: empty that of {self._region}"
+        self._contradict(peer, text)
         own_hash = self._log.hash_at(index)
         self._gate.send(peer, AppendEntriesReply(self.term, sequence, False, index, own_hash, self._disk))
         self._entry_gate.distrust(peer, until_ns=now_ns + DISTRUST_TIMEOUTS * self._election_timeout_ns)

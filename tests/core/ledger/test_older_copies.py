@@ -5,6 +5,7 @@ from copy import deepcopy
 import pytest
 
 from diloco_node.core.events import LinkChanged, MessageArrived, Send, TimerFired
+from diloco_node.core.ledger.election import TERMS_AHEAD
 from diloco_node.core.ledger.folder_lives import next_life
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.member_kind import MembershipBody
@@ -165,6 +166,17 @@ def test_a_leader_that_hears_of_another_entry_steps_down_but_not_each_time() -> 
     assert core.is_leader
     arrive(core, "b", ack(core.term, 1, False, 0), now_ns)
     assert len(core.contradictions) == 1
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_a_folder_from_before_one_region_went_on_alone_is_itself_the_one_to_empty(*, is_signed: bool) -> None:
+    log = chain(4, *(4 + TERMS_AHEAD,) * 2)
+    core = a_core(entries=HELD, term=4 + TERMS_AHEAD, settled_index=4)
+    if is_signed:
+        core.newer_roster = core.disks.roster.changed(MembershipBody("c", "former"))
+    (alarm,) = alarms(arrive(core, "b", append_entries(log, 2, 3, term=4 + TERMS_AHEAD)))
+    assert "b leads with another entry 2" in alarm
+    assert alarm.endswith("dropped what this folder holds: empty that of a") is is_signed
 
 
 def test_a_contradiction_is_none_any_more_once_the_logs_are_one_again() -> None:
