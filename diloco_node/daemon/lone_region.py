@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
+from diloco_node.core.ledger.election import TERMS_AHEAD
 from diloco_node.core.ledger.entries import seal
-from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.ledger.roster import Roster, majority_of
 from diloco_node.core.ledger.summary import RunSummary, roster_at, summary_of
 from diloco_node.core.ledger.witness import QUIET_NS, RECORD_BYTES_MAX, WitnessRecord, decode_record, encode_record
 from diloco_node.core.member_kind import MemberKind, MembershipBody
@@ -31,12 +31,10 @@ from diloco_node.core.types import DISK_ID_BYTES, Entry, Recovered, RoundBody, S
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.errors import ConfigError, ProtocolViolation, StoreRefused
 from diloco_node.numeric import NS_PER_S
+from diloco_node.state_names import FINAL_NAME
 from diloco_node.storage.object_store import bucket_scheme
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.swapped_object import BEFORE, FOLDER, RECORD, SwappedObject
-
-TERMS_AHEAD: Final = 1 << 16
-"""Above every term that the others can have come to since: with an election each second, 18 hours without a leader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +164,12 @@ def _read(folder: Path, region: str, store: RegionStore, ask: Callable[[str], Wi
             versions[entry.body.fragment] = entry.body.version
     fault = _fault(folder, region, roster, recovery, next(_lacks(recovery, summary), ""))
     if find_end(summary, recovery.entries) is not None:
-        fault = f"the run is finished in {folder}: give it more steps, and start the region"
+        voters = f" and {majority_of(len(roster.voters)) - 1} of the other voters" * (roster.voters != (region,))
+        init = folder / FINAL_NAME if (folder / FINAL_NAME).exists() else f"{folder}@N"
+        fault = (
+            f"the run is finished in {folder}: give it more steps, and start the region{voters}. Or begin a new run "
+            f"from its end, with run.init = {init}"
+        )
     if fault:
         raise ConfigError(fault)
     bucket, loss = None, ""

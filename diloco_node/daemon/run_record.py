@@ -106,10 +106,10 @@ def read_run_record(state_dir: Path) -> RunRecord | None:
     """
     reader = LedgerReader(state_dir)
     try:
+        reader.read()  # first: nothing of another version's folder is judged, nor set aside
         manifest = load_manifest(state_dir)
         if manifest is None:
             return None
-        reader.read()
         return run_record(reader.base, reader.entries, len(manifest.fragments))
     except SupersededError:
         raise

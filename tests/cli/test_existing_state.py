@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import RunSettings
 from diloco_node.daemon.admin.status_document import write_report
+from diloco_node.daemon.manifest_file import MANIFEST_NAME
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.errors import SupersededError
 from diloco_node.main import main
@@ -84,13 +85,16 @@ def test_a_start_names_what_run_toml_has_otherwise_than_the_run_and_goes_on(
     assert "in the run, which counts" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["whole", "manifest.json is damaged"])
 def test_a_ledger_of_another_version_is_refused_and_left_as_it_is(
-    tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, specs: list[SupervisorSpec], capsys: pytest.CaptureFixture[str], *, is_damaged: bool
 ) -> None:
     ledger = tmp_path / "state" / "us-west" / LEDGER_NAME
     begin_run(ledger.parent, "new", REGIONS)
     data = b"DLLEDGER" + struct.pack("<II", 1, zlib.crc32(b"DLLEDGER\x01")) + ledger.read_bytes()[16:]
     ledger.write_bytes(data)
+    if is_damaged:
+        (ledger.parent / MANIFEST_NAME).write_text("{")
     assert start() == 7
     error = capsys.readouterr().err
     assert "is of ledger version 1, and this diloco-node reads version 3: nothing was changed" in error

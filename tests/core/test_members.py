@@ -7,6 +7,7 @@ from diloco_node.core.ledger import ledger_state
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.membership import replacement
+from diloco_node.core.membership.farewell import NEWS_HEARTBEATS
 from diloco_node.core.messages import RosterShown
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.settings_body import SettingsBody
@@ -275,7 +276,7 @@ def test_a_region_that_was_removed_while_it_was_down_is_told_when_it_comes_back(
     assert order(small, leaver, "former") == ""
     small.go(2)
     small.hosts[leaver].start_daemon()
-    small.go(2)
+    small.go(6)
     core = small.hosts[leaver].core
     assert "shows the authority's signature, change 1 of the members" in core.farewell.reason
     assert core.history.roster.kind_of(leaver) == "voter", "its own ledger does not say so"
@@ -365,8 +366,21 @@ def test_a_list_of_before_removes_nobody_who_was_added_again(patch: pytest.Monke
     core.farewell.joined = 2  # with an empty folder, and listed by the second change
     core.farewell.take(peer, old)
     assert core.farewell.reason == ""
+    # A founder that was wiped comes with its first run.toml, and a peer that lags may be the first to link.
     core.farewell.joined = 0
+    quiet_ns = NEWS_HEARTBEATS * core.history.settings.heartbeat_ns
+    with patch.context() as context:
+        context.setattr(core.ledger, "newer_roster", core.ledger.newer_roster)
+        core.farewell.take(peer, old)
+        core.farewell.look(now_ns=small.world.now_ns)
+        again = without.changed(MembershipBody(victim, "contributor"))
+        core.farewell.take(small.others()[2], RosterShown(2, again.lines, signature_of(again.statement("simulated"))))
+        core.farewell.look(now_ns=small.world.now_ns + 2 * quiet_ns)
+        assert core.farewell.reason == ""
     core.farewell.take(peer, old)
+    for after_ns in (0, quiet_ns - 1, quiet_ns):
+        assert core.farewell.reason == ""
+        core.farewell.look(now_ns=small.world.now_ns + after_ns)
     assert core.farewell.reason, "where it is news"
 
 

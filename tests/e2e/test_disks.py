@@ -76,14 +76,18 @@ def copied(cluster: Cluster, name: str, place: str) -> Path:
 async def until_found_out(cluster: Cluster, name: str) -> None:
     """Until each other region names the copy, by the newest start of the folder."""
     others = cluster.others(name)
-    before = {other: cluster.regions[other].status["ledger_contradictions"] for other in others}
 
-    def is_named(other: str, status: dict[str, Any]) -> bool:
-        rows = status["ledger_contradictions"]
-        lines = [row["reason"] for row in rows if row["region"] == name]
-        return rows != before[other] and any(f"folder of {name} is an older copy" in line for line in lines)
+    def sightings(status: dict[str, Any]) -> list[tuple[int, int]]:
+        notes = [note for note in status["notes"] if f"the folder of {name} is an older copy" in note["text"]]
+        return [(note["at_ns"], note["count"]) for note in notes]
 
-    await cluster.until(f"{name} is found out", lambda now: all(is_named(*item) for item in now.items()), others)
+    # The notes, for the alert is gone as soon as the folder is named anew.
+    before = {other: sightings(cluster.regions[other].status) for other in others}
+    await cluster.until(
+        f"{name} is found out",
+        lambda now: all(sightings(status) not in ([], before[other]) for other, status in now.items()),
+        others,
+    )
 
 
 REWRITTEN = frozenset(

@@ -25,8 +25,19 @@ TERM_STEP_MAX: Final = 1024
 """A term that somebody claims is approached in steps of this. A region that was away while the others held an election
 each second for a day follows within 90 messages; one that lies would need 2^53 of them to use up the numbers."""
 
+TERMS_AHEAD: Final = 1 << 16
+"""Who goes on alone begins so far above every term that the others can have come to since: with an election each second
+in 18 hours without a leader."""
+
 CLAIM_RESTS_MAX: Final = 512
 """Election timeouts between two claims of one follower that are heeded, at most: ten minutes of them by default."""
+
+CLAIM_QUIET_MIN: Final = 64
+"""Election timeouts without a claim, at least, before the next rest of a follower is a shorter one: longer than a
+follower distrusts a leader, or each of its objections would be heeded."""
+
+CLAIM_QUIET_RESTS: Final = 8
+"""At least so many rests, too."""
 
 _MASK: Final = (1 << 64) - 1
 
@@ -62,7 +73,7 @@ class TermClaims:
         until_ns, rest_ns = self._rests.get(peer, (now_ns, self._timeout_ns))
         if now_ns < until_ns:
             return False
-        if now_ns - until_ns > rest_ns:
+        if now_ns - until_ns > max(CLAIM_QUIET_MIN * self._timeout_ns, CLAIM_QUIET_RESTS * rest_ns):
             rest_ns = max(self._timeout_ns, rest_ns // 2)
         self._rests[peer] = (now_ns + rest_ns, min(2 * rest_ns, CLAIM_RESTS_MAX * self._timeout_ns))
         return True

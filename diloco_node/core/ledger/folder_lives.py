@@ -101,6 +101,10 @@ class FolderLives:
         memory = self._memory(peer)
         return memory is not None and bool(memory.fault) and not expulsion_fault(self._disks.roster.voter_disks, peer)
 
+    def is_renewed(self, peer: str) -> bool:
+        """Whether the ledger has named the folder anew, and nothing was heard of it since."""
+        return peer in self._memories and self._disks.disk_of(peer) != NO_DISK and self._memory(peer) is None
+
     def _memory(self, peer: str) -> _Memory | None:
         """Return what is known of the folder that counts: one that was named anew since is another one."""
         memory = self._memories.get(peer)

@@ -278,6 +278,8 @@ class LedgerState:
 
     def hear(self, peer: str, folder: FolderLife) -> str:
         """Take what a region tells of its folder. Return why it is an older copy, if that is news."""
+        if self.folders.is_renewed(peer):
+            self.contradictions.pop(peer, None)
         if fault := self.folders.hear(peer, folder):
             self.contradictions[peer] = f"the folder of {peer} is an older copy: {fault}"
             if follower := self._followers.get(peer):
@@ -358,8 +360,16 @@ class LedgerState:
         return self._election.voted_for
 
     def _is_up_to_date(self, last_index: int, last_term: int) -> bool:
-        """Whether a candidate's log holds at least what this one does."""
-        return (last_term, last_index) >= (self._log.last_term, self._log.last_index)
+        """Whether a candidate's log holds at least what this one does.
+
+        From an entry on that takes this region's vote, and may not be committed, this log does not count: a majority
+        without this region holds that entry, or lacks it and may need this vote. Any majority of the voters before has,
+        also without this region, a voter in common with each majority after.
+        """
+        index, changed_at = self._log.last_index, self.disks.last_change_index
+        if self._region not in self.disks.roster.voters and changed_at > self.cluster_commit_index:
+            index = changed_at - 1
+        return (last_term, last_index) >= (self._log.term_at(index), index)
 
     def _rival(self, peer: str) -> str:
         """The leader of this term, now or earlier, if it is another than the peer; empty if none is known."""

@@ -30,24 +30,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from diloco_node.core.events import (
-    Effect,
-    Event,
-    LedgerPersisted,
-    LinkChanged,
-    MessageArrived,
-    TimerFired,
-)
-from diloco_node.core.ledger.election import Role
+from diloco_node.core.events import Effect, Event, LedgerPersisted, LinkChanged, MessageArrived, TimerFired
+from diloco_node.core.ledger.election import TERMS_AHEAD, Role
 from diloco_node.core.ledger.entries import ZERO_HASH
 from diloco_node.core.ledger.ledger_state import LedgerState, body_name
-from diloco_node.core.ledger.replication import (
-    Follower,
-    Following,
-    fault_in,
-    fork_in,
-    is_fork,
-)
+from diloco_node.core.ledger.replication import Follower, Following, fault_in, fork_in, is_fork
 from diloco_node.core.messages import (
     AppendEntries,
     AppendEntriesReply,
@@ -297,10 +284,13 @@ class LedgerCore(LedgerState):
         if (answer.accepted or entry_hash != ZERO_HASH) and self._log.contradicts(index, entry_hash):
             verb = "acknowledges" if answer.accepted else "holds"
             self._contradict(peer, f"{peer} {verb} {self._log.difference(index, entry_hash)}: not counted")
-            if not answer.accepted and self._claims.is_heeded(peer, now_ns=now_ns):
+            is_vote = not answer.accepted and peer in self.disks.roster.voters
+            if is_vote and self._claims.is_heeded(peer, now_ns=now_ns):
                 # Perhaps this folder is the older copy: the others may elect who has forgotten nothing.
                 self._become_follower("", now_ns)
             return
+        if answer.accepted and index >= self.cluster_commit_index and not self.folders.is_older(peer):
+            self.contradictions.pop(peer, None)
         follower = self._followers[peer]
         is_whole = follower.answered(answer, now_ns=now_ns)
         self._hear_majority()
@@ -436,7 +426,11 @@ class LedgerCore(LedgerState):
     def _part_from(self, peer: str, index: int, entry_hash: bytes, sequence: int, now_ns: int) -> None:
         """Follow no more who leads with a log that can't be beside this one, and tell it: nothing here is dropped."""
         settled = ", which is committed here" if index <= self.cluster_commit_index else ""
-        self._contradict(peer, f"{peer} leads with {self._log.difference(index, entry_hash)}{settled}: not followed")
+        text = f"{peer} leads with {self._log.difference(index, entry_hash)}{settled}: not followed"
+        is_signed = self.newer_roster.changes > self.disks.roster.changes
+        if is_signed and self.term - self._log.last_term >= TERMS_AHEAD:
+            text += f". It is `members recover` that dropped what this folder holds: empty that of {self._region}"
+        self._contradict(peer, text)
         own_hash = self._log.hash_at(index)
         self._gate.send(peer, AppendEntriesReply(self.term, sequence, False, index, own_hash, self._disk))
         self._entry_gate.distrust(peer, until_ns=now_ns + DISTRUST_TIMEOUTS * self._election_timeout_ns)
@@ -478,6 +472,8 @@ class LedgerCore(LedgerState):
 
     def _acknowledge(self, sequence: int) -> None:
         index = self._following.reported_index = self._following.acknowledged_index(self._log)
+        if index == self._log.known_index:  # all that is here is the leader's
+            self.contradictions.pop(self.leader, None)
         answer = AppendEntriesReply(self.term, sequence, True, index, self._log.hash_at(index), self._disk)
         self._gate.send(self.leader, answer)
 

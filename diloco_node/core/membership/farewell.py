@@ -19,6 +19,10 @@ from diloco_node.core.rounds.context import RoundContext
 QUIET_HEARTBEATS: Final = 5
 """A removed region that reads on may find that it was added again: it leaves when nothing more comes for so long."""
 
+NEWS_HEARTBEATS: Final = 25
+"""A signed list without this region may be from before it was added again: so long another peer may show a newer one,
+5 s by default."""
+
 
 class Farewell:
     """Asked with each heartbeat, and at each new link.
@@ -34,12 +38,14 @@ class Farewell:
         self.joined = 0
         self._region, self._ledger = context.region, ledger
         self._history, self._effects = context.history, context.effects
-        self._quiet_ns = QUIET_HEARTBEATS * context.settings.heartbeat_ns
+        self._heartbeat_ns = context.settings.heartbeat_ns
         self._roster_fault = roster_fault
         # Changes in the roster that was last shown to all.
         self._shown_changes = 0
         # The last entry of the log, and since when it is the last one.
         self._last_index, self._last_ns = -1, 0
+        # The newest list without this region that a peer has shown: its changes, the peer, and since when it is known.
+        self._removal: tuple[int, str, int | None] = (0, "", None)
         # Peers of another run by the same name: the changes of its members, and what was told of it.
         self._splits: dict[str, tuple[int, str]] = {}
 
@@ -81,7 +87,8 @@ class Farewell:
             self._splits[peer], ledger.contradictions[peer] = (changes, text), text
             self._effects.note("members", text, is_alarm=True)
         elif is_removed:
-            self._leave(f"{peer} shows the authority's signature, change {changes} of the members")
+            if changes > self._removal[0]:
+                self._removal = (changes, peer, self._removal[2])
         else:
             ledger.newer_roster = roster
 
@@ -113,10 +120,20 @@ class Farewell:
                     self.tell(name)
         if ledger.last_index != self._last_index:
             self._last_index, self._last_ns = ledger.last_index, now_ns
-        rosters = (roster, ledger.disks.roster)
-        if self.reason or not all(roster.has_removed(self._region) for roster in rosters):
+        if self.reason:
             return
-        if now_ns - self._last_ns >= self._quiet_ns:
+        changes, peer, since_ns = self._removal
+        if changes <= max(self._own_roster.changes, ledger.newer_roster.changes):
+            self._removal = (0, "", None)
+        elif since_ns is None:
+            self._removal = (changes, peer, now_ns)
+        elif now_ns - since_ns >= NEWS_HEARTBEATS * self._heartbeat_ns:
+            self._leave(f"{peer} shows the authority's signature, change {changes} of the members")
+            return
+        rosters = (roster, ledger.disks.roster)
+        if not all(roster.has_removed(self._region) for roster in rosters):
+            return
+        if now_ns - self._last_ns >= QUIET_HEARTBEATS * self._heartbeat_ns:
             self._leave(f"entry {rosters[0].memberships[self._region].since} of the ledger")
 
     def _leave(self, evidence: str) -> None:

@@ -37,6 +37,10 @@ lost once in years; a region that tells another id each time must not fill the l
 LIVES_UNKNOWN_MAX: Final = 1000
 """Lives that a learner may have had in one folder without an entry that names any of them."""
 
+FOLDERS_UNKNOWN_MAX: Final = 1000
+"""Folders in a row, of one region, of whose learners no entry names any. Times the lives of each it is a number that
+`is_plausible_incarnation` still takes."""
+
 HOLD_NS: Final = 60_000_000_000
 """Merges that are decided end with their ballots. So long after the last deadline their entries may wait for a
 majority; then an order is dropped, for no merge is decided in the meantime."""
@@ -48,9 +52,13 @@ def incarnation_min(newest: int, replacements: int) -> int:
     """The least number for a new life of a region's learner, whatever lives the region's folder knows of.
 
     A folder that was lost may have handed out numbers that no entry names yet, while other regions still hold what
-    those lives contributed. So each folder, after so many replacements, begins well above the newest in the ledger.
+    those lives contributed. So the numbers are dealt to the folders in blocks, in turn, and a folder begins with its
+    next block above the newest in the ledger: after so many replacements in that of so many lost folders.
     """
-    return newest + 1 + LIVES_UNKNOWN_MAX * replacements
+    number = newest + 1
+    block = number // LIVES_UNKNOWN_MAX
+    blocks_ahead = (replacements - block) % FOLDERS_UNKNOWN_MAX
+    return (block + blocks_ahead) * LIVES_UNKNOWN_MAX if blocks_ahead else number
 
 
 class SettingsChange:

@@ -141,14 +141,17 @@ class Reception:
             # No learner does that: it knows neither its incarnation nor which versions are there.
             self._note(Note("learner", f"{type(message).__name__} before its welcome: ignored", is_alarm=True))
         elif isinstance(message, SnapshotReady) and (fault := self._rows_fault(message.contribution)):
-            # Of a folder that was lost, or of an older copy: nobody would merge what it trains.
-            text = f"its place in the data can't be: {fault}. Its next start goes on where the run is"
-            self._note(Note("learner", text, is_alarm=True))
-            self._runtime.learner_server.refuse(text, is_final=True)
+            self._turn_away(f"its place in the data can't be: {fault}")
         else:
             self._learner.on_message(message)
             if isinstance(message, Report):
                 self._send_news_of_position()
+
+    def _turn_away(self, fault: str) -> None:
+        """Refuse the learner of a folder that was lost, or of an older copy: nobody would merge what it trains."""
+        text = f"{fault}. Its next start goes on where the run is"
+        self._note(Note("learner", text, is_alarm=True))
+        self._runtime.learner_server.refuse(text, is_final=True)
 
     def _rows_fault(self, contribution: Contribution) -> str:
         """Why no region would merge these rows; empty where the leader may know better: it is asked in any case."""
@@ -171,6 +174,9 @@ class Reception:
             self._runtime.spawn(self._welcome(attach, self._attaches), "welcome")
         self._compare_frozen()
         if self._is_welcomed and self._core.history.account.index != self._shards_index:
+            if (newest := self.known_incarnation) > self._incarnation:
+                self._turn_away(f"incarnation {self._incarnation} of this learner was over when {newest} began")
+                return
             self._send_shards()
         settings = self._core.history.settings
         if self._is_welcomed and settings is not self._sent_settings:

@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from diloco_node.core.ledger.election import TERMS_AHEAD
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.types import DISK_ID_BYTES, RevokedBody
-from diloco_node.daemon.lone_region import TERMS_AHEAD, last_roster, removals
+from diloco_node.daemon.lone_region import last_roster, removals
 from diloco_node.lab.chaos.fault_plan import draw_one
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.checkers import Checkers

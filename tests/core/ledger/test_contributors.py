@@ -1,12 +1,29 @@
 """Contributors in the ledger: they follow and acknowledge it, and count for nothing until the log gives them a vote."""
 
+import pytest
+
 from diloco_node.core.events import Effect, TimerFired
 from diloco_node.core.ledger.election import Role
+from diloco_node.core.ledger.entries import seal
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.messages import AppendEntries, RequestVote, RequestVoteReply
 from diloco_node.core.types import DiskNamedBody
-from tests.kit.ledger_kit import a_core, a_discard, a_leader, ack, arrive, disk_of, sends, vote, vote_request, write_all
+from tests.kit.ledger_kit import (
+    TIMEOUT_NS,
+    a_core,
+    a_discard,
+    a_leader,
+    ack,
+    arrive,
+    chain,
+    disk_of,
+    sends,
+    vote,
+    vote_request,
+    write_all,
+)
+from tests.kit.ledger_network import Network
 
 ADDED = MembershipBody("d", "contributor")
 
@@ -92,6 +109,33 @@ def test_votes_of_contributors_are_not_counted_nor_asked_for() -> None:
     assert core.role is Role.ASKING
     arrive(core, "b", RequestVoteReply(core.term + 1, True, True, b""))
     assert core.role is Role.CANDIDATE
+
+
+@pytest.mark.parametrize("kind", ["contributor", "former"])
+def test_who_has_the_entry_that_takes_its_vote_helps_those_who_lack_it(kind: str) -> None:
+    """Its leader died with that entry. Where it is not, three of four must vote: without this one nobody led."""
+    log, entry = chain(1, 1), MembershipBody("b", kind)
+    entries = (*log, seal(3, 1, log[-1].hash, entry))
+    for settled_index, last_index, is_granted in ((0, 2, True), (0, 1, False), (3, 2, False), (3, 3, True)):
+        core = a_core("b", ("a", "b", "c", "d"), entries=entries, term=1, settled_index=settled_index)
+        assert core.disks.roster.voters == ("a", "c", "d")
+        effects = write_all(core, arrive(core, "c", vote_request(2, False, last_index, 1)))
+        assert sends(effects) == [("c", vote(2, False, is_granted))], (settled_index, last_index)
+
+
+def test_four_regions_elect_a_leader_after_the_one_that_was_taking_a_vote_died() -> None:
+    network = Network(4, seed=1)
+    leader = network.elect()
+    network.run(2 * TIMEOUT_NS)
+    leaver, *others = (name for name in network.names if name != leader)
+    network.cut |= {(leader, name) for name in others}
+    network.propose(MembershipBody(leaver, "contributor"))
+    network.run_until(lambda: leaver not in network.cores[leaver].disks.roster.voters)
+    network.crash(leader)
+    network.run(TIMEOUT_NS // 2)
+    assert network.cores[others[0]].disks.roster.voters == network.names
+    network.heal()
+    assert network.elect() in others
 
 
 def test_a_removed_region_is_told_and_then_nothing_is_sent_to_it() -> None:

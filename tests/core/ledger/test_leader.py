@@ -6,7 +6,7 @@ import pytest
 
 from diloco_node.core.cadence import MARGIN
 from diloco_node.core.events import Effect, LinkChanged, TimerFired
-from diloco_node.core.ledger.election import Role
+from diloco_node.core.ledger.election import Role, TermClaims
 from diloco_node.core.ledger.log import STAGED_ENTRIES_MAX
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.replication import BATCH_ENTRIES_MAX
@@ -294,6 +294,14 @@ def test_a_follower_that_claims_newer_terms_again_and_again_is_heeded_ever_less_
     pauses = [after - before for before, after in itertools.pairwise(lost)]
     assert len(lost) < 8, lost
     assert pauses == sorted(pauses)
+
+
+@pytest.mark.parametrize("pause_ns", [HEARTBEAT_NS, 31 * TIMEOUT_NS // 10, 17 * TIMEOUT_NS, 66 * TIMEOUT_NS])
+def test_a_follower_deposes_no_leader_more_than_once_a_minute_however_it_spaces_its_claims(pause_ns: int) -> None:
+    claims, hour_ns = TermClaims(TIMEOUT_NS), 3600 * TIMEOUT_NS
+    heeded = sum(claims.is_heeded("b", now_ns=now_ns) for now_ns in range(0, hour_ns, pause_ns))
+    assert 1 < heeded <= 60
+    assert claims.is_heeded("b", now_ns=2 * hour_ns), "it may be led only in a newer term"
 
 
 def test_two_leaders_in_one_term_are_an_alarm() -> None:

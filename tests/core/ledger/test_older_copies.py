@@ -5,9 +5,12 @@ from copy import deepcopy
 import pytest
 
 from diloco_node.core.events import LinkChanged, MessageArrived, Send, TimerFired
+from diloco_node.core.ledger.election import TERMS_AHEAD
+from diloco_node.core.ledger.folder_lives import next_life
 from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.messages import AppendEntriesReply, BaseSent
-from diloco_node.core.types import Entry, EntryBody, LeaderBody, Recovered
+from diloco_node.core.types import DiskNamedBody, Entry, EntryBody, FolderLife, LeaderBody, Recovered
 from tests.kit.ledger_kit import (
     TIMEOUT_NS,
     a_core,
@@ -163,6 +166,60 @@ def test_a_leader_that_hears_of_another_entry_steps_down_but_not_each_time() -> 
     assert core.is_leader
     arrive(core, "b", ack(core.term, 1, False, 0), now_ns)
     assert len(core.contradictions) == 1
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_a_folder_from_before_one_region_went_on_alone_is_itself_the_one_to_empty(*, is_signed: bool) -> None:
+    log = chain(4, *(4 + TERMS_AHEAD,) * 2)
+    core = a_core(entries=HELD, term=4 + TERMS_AHEAD, settled_index=4)
+    if is_signed:
+        core.newer_roster = core.disks.roster.changed(MembershipBody("c", "former"))
+    (alarm,) = alarms(arrive(core, "b", append_entries(log, 2, 3, term=4 + TERMS_AHEAD)))
+    assert "b leads with another entry 2" in alarm
+    assert alarm.endswith("dropped what this folder holds: empty that of a") is is_signed
+
+
+def test_a_contradiction_is_none_any_more_once_the_logs_are_one_again() -> None:
+    core, effects, now_ns = a_leader()
+    write_all(core, effects, now_ns)
+    arrive(core, "c", AppendEntriesReply(core.term, 1, True, 1, b"x" * 32, disk_of("c")), now_ns)
+    arrive(core, "c", ack(core.term, 1, False, 0), now_ns)
+    arrive(core, "b", ack(core.term, 1, True, 1), now_ns)
+    arrive(core, "c", ack(core.term, 1, True, 0), now_ns)
+    assert set(core.contradictions) == {"c"}, "it does not hold yet what is committed"
+    arrive(core, "c", ack(core.term, 1, True, 1), now_ns)
+    assert core.contradictions == {}
+    core = a_core(entries=HELD, term=7)
+    core.contradictions["b"] = "b leads with another entry 4"
+    write_all(core, arrive(core, "b", append_entries(chain(4, 5, 5, 6, 7), 3, 3, term=7)))
+    assert set(core.contradictions) == {"b"}, "this log goes on otherwise"
+    write_all(core, arrive(core, "b", append_entries((*HELD, *chain(7)), 4, 4, term=7)))
+    assert (core.leader, core.contradictions) == ("b", {})
+
+
+def test_an_older_copy_is_an_alert_until_its_folder_is_named_anew() -> None:
+    core, effects, now_ns = a_leader()
+    write_all(core, effects, now_ns)
+    lives = [next_life(start << 32, 7) for start in range(3)]
+    for life in (lives[2], lives[1]):
+        core.hear("b", FolderLife(disk_of("b"), life, 0, 0))
+    assert "the folder of b is an older copy" in core.contradictions["b"]
+    arrive(core, "b", ack(core.term, 1, True, 1), now_ns)
+    for disk in (b"", disk_of("b")):
+        assert "b" in core.contradictions
+        write_all(core, core.propose(DiskNamedBody("b", disk), now_ns=now_ns), now_ns)
+        core.hear("b", FolderLife(disk_of("b"), lives[1], 0, 0))
+    assert core.contradictions == {}
+
+
+def test_a_region_without_a_vote_that_holds_another_entry_deposes_nobody() -> None:
+    """As after `members recover`: a region that was added again came with its old folder."""
+    core, effects, now_ns = a_leader()
+    write_all(core, effects, now_ns)
+    write_all(core, core.propose(MembershipBody("c", "contributor"), now_ns=now_ns), now_ns)
+    effects = arrive(core, "c", AppendEntriesReply(core.term, 1, False, 1, b"x" * 32, disk_of("c")), now_ns)
+    assert "c holds another entry 1" in alarms(effects)[0]
+    assert core.is_leader
 
 
 def test_two_clones_that_vote_for_two_leaders_are_seen_by_both() -> None:

@@ -94,6 +94,7 @@ class Desk:
         self.tasks: list[Any] = []
         self.warned: list[Any] = []
         self.refusals: list[str] = []
+        self.alarms: list[str] = []
 
         async def read(*_: object) -> Any:
             return 2, lives, ()
@@ -104,7 +105,7 @@ class Desk:
         )
         runtime: Any = SimpleNamespace(
             spec=spec,
-            notes=SimpleNamespace(add=lambda _: None),
+            notes=SimpleNamespace(add=lambda note: self.alarms.append(note.text)),
             spawn=lambda work, _: self.tasks.append(work),
             threads=SimpleNamespace(disk=None),
             now_ns=lambda: self.now_ns,
@@ -259,6 +260,21 @@ async def test_a_learner_whose_rows_nobody_would_merge_is_refused(monkeypatch: p
         f"its place in the data can't be: a trains shard {shard} of the data, which is b's. Its next start goes on "
         "where the run is"
     ]
+
+
+async def test_a_learner_with_the_number_of_an_earlier_life_is_refused_when_the_ledger_names_a_later_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its folder is an older copy that its own ledger names: it trained for weeks, and nothing was merged."""
+    desk = Desk(monkeypatch)
+    await desk.welcome()
+    desk.newest = 2
+    desk.commit(LeaderBody("b"))
+    assert desk.refusals == [], "a merge of its own"
+    desk.newest = 3
+    desk.commit(LeaderBody("b"))
+    text = "incarnation 2 of this learner was over when 3 began. Its next start goes on where the run is"
+    assert (desk.refusals, desk.alarms) == ([text], [text])
 
 
 async def test_the_learner_hears_of_settings_that_change_after_its_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
