@@ -310,15 +310,15 @@ class Daemon:
         clock = {"unix": time.time(), "monotonic_ns": time.monotonic_ns()}  # noqa: TID251 - shown, decides nothing
         if self.node is not None:
             return {**self.node.status.document(), "learner_process": process, "clock": clock}
-        return {
+        document = {
             "region": self.spec.region,
             "run_id": self.spec.run_id,
             "state": "starting",
-            "reason": self._starting_reason,
             "state_dir": str(self.spec.state_dir.resolve()),
             "learner_process": process,
             "clock": clock,
         }
+        return {**document, "reason": self.not_ready_reason(document)}  # a script that crashes is why it waits
 
     def snapshot(self) -> dict[str, Any]:
         """The status, the history, and the settings with their origins: what the page begins with."""

@@ -12,7 +12,7 @@ limit begins anew with each step, for a loop may train within it, or never say t
 its part in the run it may do anything: evaluate for hours, write its files.
 
 A script that was refused, catches that and goes on would train alone, for days perhaps. It has `REFUSED_S` to end by
-itself, then it is ended, and has crashed.
+itself, then it is ended, and has crashed. After `REFUSALS_MAX` such lives in a row it stays stopped.
 """
 
 from __future__ import annotations
@@ -41,6 +41,12 @@ ABORT_S: Final = 3.0
 REFUSED_S: Final = 600.0
 """For what a script does once it was refused: write its own files, wait for a checkpoint, end its other ranks, load the
 model anew for another attach."""
+
+REFUSALS_MAX: Final = 3
+"""In a row: who hides the same refusal three times would train outside of the run for ever, ten minutes each time."""
+
+TRAINED_S: Final = 3600.0
+"""A life of more was in the run for a while: its refusal is none of a row."""
 
 STUCK_S: Final = 30.0
 """A process that is still there so long after SIGKILL is held by the kernel: its device, or its disk."""
@@ -117,8 +123,9 @@ class LearnerWatch:
         self._crashed_s: deque[float] = deque(maxlen=CRASHES_MAX)
         # When this life was told to write its stacks and end; None: it was not.
         self._aborted_s: float | None = None
-        # Since when this life is known to be refused.
+        # Since when this life is known to be refused, and how many lives in a row ended so.
         self._refused_s: float | None = None
+        self._refusals = 0
         self._last_action = Action.NOTHING
         # Lives in a row that ended with code 0 and had called attach() no more, as the life before them had.
         self._early_ends = 0
@@ -232,6 +239,7 @@ class LearnerWatch:
         self.exit_code = code
         is_ours, self._aborted_s = self._aborted_s is not None, None
         is_refused = is_ours and self._refused_s is not None
+        self._refusals = self._refusals + 1 if is_refused and lived_s < TRAINED_S else 0
         self.state = "waiting"
         if is_ours and not is_refused:
             return True  # the next one gets twice the time, so there is no loop of hangs
@@ -262,22 +270,29 @@ class LearnerWatch:
         if -code in FROM_OUTSIDE and not is_refused:
             return True
         self.reason += f": {last_line}" * bool(last_line)
+        return self._may_live_again(now_s)
+
+    def _may_live_again(self, now_s: float) -> bool:
+        """Note a crash; `reason` says it."""
         self.crashes += 1
         self._crashed_s.append(now_s)
         within_s = now_s - self._crashed_s[0]
-        if len(self._crashed_s) < CRASHES_MAX or within_s > CRASHES_WITHIN_S:
+        if len(self._crashed_s) == CRASHES_MAX and within_s <= CRASHES_WITHIN_S:
+            times = f"crashed {CRASHES_MAX} times in {max(1, round(within_s / 60))} min"
+        elif self._refusals == REFUSALS_MAX:
+            times = f"went on outside of the run {REFUSALS_MAX} times"
+        else:
             return True
         self.state = "stopped"
         self.reason = (
-            f"crashed {CRASHES_MAX} times in {max(1, round(within_s / 60))} min, the last time: {self.reason}. "
-            "Look at logs/learner.log, then `diloco-node learner start`"
+            f"{times}, the last time: {self.reason}. Look at logs/learner.log, then `diloco-node learner start`"
         )
         return False
 
     def revived(self) -> None:
         """Somebody wants it started again, whatever it did."""
         self._crashed_s.clear()
-        self._doublings = 0
+        self._doublings = self._refusals = 0
         self.state = "waiting"
 
     def document(self) -> dict[str, Any]:

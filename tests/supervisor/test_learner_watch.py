@@ -14,8 +14,10 @@ from diloco_node.supervisor.learner_watch import (
     CRASHES_WITHIN_S,
     FORGIVEN_S,
     HANG_FACTOR,
+    REFUSALS_MAX,
     REFUSED_S,
     STUCK_S,
+    TRAINED_S,
     Action,
     LearnerWatch,
 )
@@ -263,6 +265,28 @@ def test_one_whose_script_hides_a_refusal_and_trains_on_is_ended_and_has_crashed
     assert watch.reason.endswith(" after 44.0 s: its script hides an error: LearnerError: no")
     watch.started(b"1", now_s=45.0, place=place)
     assert refused_looks(watch, place, 300, b"1") == [], "of the life before"
+
+
+@pytest.mark.parametrize("between", [None, "killed", "trained"])
+def test_one_that_hides_refusals_three_times_in_a_row_stays_stopped(between: str | None) -> None:
+    watch, place = LearnerWatch(HANG_S), PlaceMark(7, fault="LearnerError: no")
+    for life in range(REFUSALS_MAX):
+        watch.started(b"0", now_s=0.0)
+        assert refused_looks(watch, place, int(REFUSED_S) + 3)[0][1] is Action.ABORT
+        lived_s = TRAINED_S if between == "trained" and life == 1 else REFUSED_S
+        goes_on = watch.ended(-signal.SIGABRT, lived_s=lived_s, now_s=(1.0 + life) * REFUSED_S, place=place)
+        assert goes_on is (life < REFUSALS_MAX - 1 or between is not None)
+        if between == "killed":
+            watch.started(b"0", now_s=0.0)
+            assert watch.ended(-signal.SIGKILL, lived_s=5.0, now_s=(1.5 + life) * REFUSED_S)
+    if between is None:
+        assert watch.state == "stopped"
+        assert watch.reason.startswith("went on outside of the run 3 times, the last time: ")
+        assert "its script hides an error: LearnerError: no. Look at logs/learner.log, then" in watch.reason
+        watch.revived()
+        watch.started(b"0", now_s=0.0)
+        refused_looks(watch, place, int(REFUSED_S) + 3)
+        assert watch.ended(-signal.SIGABRT, lived_s=REFUSED_S, now_s=9 * REFUSED_S, place=place)
 
 
 def test_one_that_attaches_again_after_a_refusal_is_a_learner_as_any_other() -> None:
