@@ -249,6 +249,7 @@ def _learner(learner: LearnerProxy, now_ns: int) -> dict[str, Any] | None:
         "val_loss_global_step": facts.val_loss_global_step,
         "blocked_seconds": facts.blocked_ns / 1e9,
         "report_age_seconds": (now_ns - facts.last_report_ns) / 1e9 if facts.last_report_ns else None,
+        "first_step_wait_seconds": (now_ns - facts.ready_ns) / 1e9 if facts.ready_ns else None,
         "busy": None
         if pause is None
         else {

@@ -234,8 +234,9 @@ def test_tokens_per_second_are_of_the_time_that_was_measured() -> None:
     assert learner["step_seconds"] == 0.1
     once = status_of(view, learner_of(view.learner, first_report_ns=SECOND, last_report_ns=SECOND))["learner"]
     assert once["tokens_per_second"] is None
-    never = status_of(view, learner_of(view.learner))["learner"]
-    assert never["report_age_seconds"] is None
+    never = status_of(view, learner_of(view.learner, ready_ns=SECOND))["learner"]
+    assert (never["report_age_seconds"], never["first_step_wait_seconds"]) == (None, 4.0)
+    assert once["first_step_wait_seconds"] is None
 
 
 def test_without_a_learner_there_is_none() -> None:
