@@ -9,7 +9,8 @@ the other regions.
 
 A pause that the loop announces (`Diloco.busy`) is no hang before its own limit, and does not count as a usual one. The
 limit begins anew with each step, for a loop may train within it, or never say that it is over. Once the script has had
-its part in the run it may do anything: evaluate for hours, write its files.
+its part in the run it may do anything: evaluate for hours, write its files. Time in which the supervisor itself stood
+still (a frozen container) counts nowhere.
 
 A script that was refused, catches that and goes on would train alone, for days perhaps. It has `REFUSED_S` to end by
 itself, then it is ended, and has crashed. After `REFUSALS_MAX` such lives in a row it stays stopped.
@@ -53,6 +54,8 @@ STUCK_S: Final = 30.0
 
 ASLEEP_S: Final = 10.0
 """Between two looks. After more the supervisor itself stood still, and so did the learner perhaps."""
+
+SLEEPS_KEPT: Final = 64
 
 CRASHES_MAX: Final = 10
 CRASHES_WITHIN_S: Final = 600.0
@@ -114,6 +117,8 @@ class LearnerWatch:
         self._pause: PlaceMark | None = None
         # The last look: when the next one comes late, the machine slept, not the learner.
         self._looked_s = 0.0
+        # The last times in which all stood still: their end, and how long they were.
+        self._sleeps: deque[tuple[float, float]] = deque(maxlen=SLEEPS_KEPT)
         # Seconds between the last steps, over all lives.
         self._pauses: deque[float] = deque(maxlen=PAUSES_KEPT)
         # How often the limit is doubled after hangs, and since when; forgiven one by one.
@@ -136,6 +141,11 @@ class LearnerWatch:
         usual_s = max(self._pauses, default=0.0)
         return float(max(self._hang_s, HANG_FACTOR * usual_s) * 2**self._doublings)
 
+    def awake_s(self, since_s: float) -> float:
+        """Return the time from then to the last look, without that in which all stood still."""
+        asleep_s = sum(min(length_s, end_s - since_s) for end_s, length_s in self._sleeps if end_s > since_s)
+        return self._looked_s - since_s - asleep_s
+
     def started(
         self, mark: bytes | None, *, now_s: float, place: PlaceMark | None = None, memory_kills: int = 0
     ) -> None:
@@ -150,9 +160,11 @@ class LearnerWatch:
 
     def look(self, mark: bytes | None, *, now_s: float, place: PlaceMark | None = None) -> Action:
         """Decide what to do now. Call it every second or so, with the counters' bytes, while the process lives."""
-        asleep_s, self._looked_s = now_s - self._looked_s, now_s
+        if now_s - self._looked_s > ASLEEP_S:
+            self._sleeps.append((now_s, now_s - self._looked_s))
+        self._looked_s = now_s
         if self._aborted_s is not None:
-            return self._escalate(now_s - self._aborted_s)
+            return self._escalate(self.awake_s(self._aborted_s))
         own = place if place != self.old_place else None
         if own is not None and (own.is_over or own.fault):
             return self._look_outside(own, mark, now_s)
@@ -169,20 +181,18 @@ class LearnerWatch:
             if has_stepped:
                 self._mark, self._stepped_s = mark, now_s
             since_s = max(pause.since_s, self._stepped_s or 0.0)
-            if self._hang_s <= 0 or now_s - since_s <= pause.limit_s * 2**self._doublings:
+            if self._hang_s <= 0 or self.awake_s(since_s) <= pause.limit_s * 2**self._doublings:
                 return Action.NOTHING
             return self._hang(f"{pause.activity} takes more than its limit of {pause.limit_s:.0f} s", now_s)
         if has_stepped:
-            if self._stepped_s is not None and asleep_s <= ASLEEP_S:
-                self._pauses.append(now_s - self._stepped_s)
+            if self._stepped_s is not None:
+                self._pauses.append(self.awake_s(self._stepped_s))
             self._mark, self._stepped_s = mark, now_s
-        elif self._stepped_s is not None and asleep_s > ASLEEP_S:
-            self._stepped_s += asleep_s
-        elif self._stepped_s is not None and self._hang_s > 0 and now_s - self._stepped_s > self.limit_s:
+        elif self._stepped_s is not None and 0 < self._hang_s and self.awake_s(self._stepped_s) > self.limit_s:
             longest_s = max(self._pauses, default=0.0)
             pauses = f"its longest pause before was {longest_s:.1f} s"
             return self._hang(
-                f"no step for {now_s - self._stepped_s:.0f} s, {pauses}. Longer ones, such as evaluations, belong into "
+                f"no step for {self.awake_s(self._stepped_s):.0f} s, {pauses}. Longer ones, such as evaluations, belong into "
                 '`with diloco.busy("evaluation"):`',
                 now_s,
             )
@@ -194,8 +204,8 @@ class LearnerWatch:
             self._mark, self._stepped_s, self._pause = mark, None, None
             return Action.NOTHING
         self._refused_s = now_s if self._refused_s is None else self._refused_s
-        has_pause = bool(place.activity) and now_s - place.since_s <= place.limit_s
-        if has_pause or now_s - self._refused_s <= REFUSED_S:
+        has_pause = bool(place.activity) and self.awake_s(place.since_s) <= place.limit_s
+        if has_pause or self.awake_s(self._refused_s) <= REFUSED_S:
             return Action.NOTHING
         return self._abort(f"goes on outside of the run: {HIDES}: {place.fault}", now_s)
 

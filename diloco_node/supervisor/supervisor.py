@@ -233,7 +233,7 @@ class _Supervisor:
             self._look_at(self._learner)
             waiting.append(now_s + min(COUNTERS_POLL_S, self._spec.hang_s / 4 or COUNTERS_POLL_S))
         if self._over_s is not None:
-            if not self._may_go_on(now_s - self._over_s):
+            if not self._may_go_on(self._watch.awake_s(self._over_s)):
                 return self._result
             waiting.append(now_s + COUNTERS_POLL_S)
         if self._over_s is None and self._forks is not None and self._forks.restart_at_s is not None:
@@ -295,7 +295,7 @@ class _Supervisor:
         elif place.is_over:
             return True
         elif (self._spec.state_dir / FINAL_NAME).exists():  # it is over for this learner, too, which was told so
-            if place.activity and time.monotonic() - place.since_s <= place.limit_s:
+            if place.activity and self._watch.awake_s(place.since_s) <= place.limit_s:
                 return True
             limit_s = max(limit_s, self._watch.limit_s if self._spec.hang_s > 0 else LEAVE_S_MAX)
         if since_s < limit_s:

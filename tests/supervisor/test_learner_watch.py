@@ -104,6 +104,22 @@ def test_when_the_supervisor_itself_stood_still_the_learner_did_perhaps_too() ->
     assert watch.limit_s == HANG_S, "and that was no pause of the learner"
 
 
+@pytest.mark.parametrize("sleep_s", [7200, 60])
+def test_a_frozen_container_uses_up_no_limit_of_a_pause_or_of_a_refused_script(sleep_s: int) -> None:
+    """`docker pause` in a validation, or while a script ends its other ranks."""
+    refused = PlaceMark(7, fault="LearnerError: no")
+    saves = PlaceMark(7, fault="LearnerError: no", activity="saving", since_s=2.0, limit_s=2 * REFUSED_S)
+    for place, limit_s in ((busy(2.0), 500), (refused, REFUSED_S), (saves, 2 * REFUSED_S)):
+        watch = running()
+        watch.look(b"1", now_s=1.0)
+        before_s = 100
+        assert {watch.look(b"1", now_s=at_s, place=place) for at_s in range(2, before_s)} == {Action.NOTHING}
+        woken_s = before_s - 1 + sleep_s
+        ends = [at_s for at_s in range(woken_s, woken_s + 1300) if watch.look(b"1", now_s=at_s, place=place) == "abort"]
+        assert ends == [3 + limit_s + sleep_s]
+        assert watch.awake_s(2.0) == woken_s + 1299 - 2 - sleep_s
+
+
 def test_nothing_hangs_when_no_time_is_set() -> None:
     watch = LearnerWatch(0.0)
     watch.started(None, now_s=0)
@@ -434,9 +450,7 @@ def test_no_pause_hangs_where_nothing_does() -> None:
 def test_what_a_refused_script_has_announced_is_not_cut_off() -> None:
     watch = running()
     save = PlaceMark(7, fault="LearnerError: no", activity="saving", since_s=10.0, limit_s=2 * REFUSED_S)
-    assert watch.look(b"1", now_s=10.0, place=save) is Action.NOTHING
-    assert watch.look(b"1", now_s=2 * REFUSED_S, place=save) is Action.NOTHING
-    assert watch.look(b"1", now_s=2 * REFUSED_S + 11, place=save) is Action.ABORT
+    assert refused_looks(watch, save, int(2 * REFUSED_S) + 20)[0] == (2 * REFUSED_S + 11, Action.ABORT)
 
 
 def test_what_follows_a_script_that_has_come_to_its_end_without_close_is_no_hang() -> None:
