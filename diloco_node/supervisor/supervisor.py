@@ -468,6 +468,7 @@ def run_supervisor(spec: SupervisorSpec) -> int:
             "DILOCO_SUPERVISOR_PID": str(os.getpid()),
             "DILOCO_STATE": str(spec.state_dir.resolve()),
             "DILOCO_STOP_S": str(LEARNER_SHARE * spec.stop_s),
+            "DILOCO_DAEMON_STOP_S": str((1.0 - LEARNER_SHARE) * spec.stop_s),
             "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1",  # a learner that hangs shows where, and a crash of native code too
         }

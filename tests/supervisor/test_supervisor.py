@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco_node.daemon.stopping import STOP_VARIABLE
 from diloco_node.errors import StorageError
 from diloco_node.shared_memory import request_area
 from diloco_node.state_names import FINAL_NAME, LEDGER_NAME
@@ -327,10 +328,11 @@ def test_memory_outlives_both_children(tmp_path: Path) -> None:
             "    area[7:11] = b'here'\n"
             "    os.kill(os.getpid(), 9)\n"
             "print(bytes(area[7:11]).decode(), os.environ['DILOCO_STATE'] == str(place.resolve()), file=sys.stderr)\n"
+            f"print(round(float(os.environ[{STOP_VARIABLE!r}]), 3), file=sys.stderr)\n"
         )
     )
     assert run_supervisor(spec(tmp_path, daemon, None)) == 0
-    assert (tmp_path / "logs" / "daemon.log").read_text() == "here True\n"
+    assert (tmp_path / "logs" / "daemon.log").read_text() == "here True\n5.0\n"
     with pytest.raises(Exception, match="is the supervisor alive"):
         request_area(tmp_path / "memory.sock", "inbox", 4096)
 
