@@ -349,8 +349,10 @@ class _Supervisor:
         is_left = place is None or place.has_left or place.is_interrupted
         has_fault = bool(code) or not is_left or (place is not None and bool(place.fault))
         exit_text = f"{child.name} exited, code={code} after {lived_s:.1f} s{self._loss(child) if has_fault else ''}"
-        if child is self._learner and place is not None and place != self._watch.old_place and place.has_left:
-            self._has_failed = code != 0
+        if child is self._learner and place is not None and place != self._watch.old_place:
+            # A model that an extension goes on from is set aside before the learner attaches.
+            if place.has_left or (code and (self._spec.state_dir / FINAL_NAME).exists()):
+                self._has_failed = code != 0
         if self._over_s is not None:
             self.say(f"{exit_text}: the region ends with {self._result}")
             return self._result

@@ -476,6 +476,25 @@ def test_a_script_that_fails_after_the_run_is_no_success(tmp_path: Path) -> None
     assert len(lives(tmp_path, "learner")) == 1, "there is no run to start it again for"
 
 
+@pytest.mark.parametrize("end", ["raise OSError('no room')", "os.kill(os.getpid(), 9)", "pass"])
+@pytest.mark.parametrize("is_first", [False, True], ids=["the daemon ends first", "the learner ends first"])
+def test_a_script_that_fails_in_its_with_block_after_the_run_is_no_success(
+    tmp_path: Path, end: str, is_first: bool
+) -> None:
+    """It saves its model there: it has not left the run, but the run is over. In mid-run it is another matter."""
+    learner = LEAVE + f"life = note('learner')\nif life > 1: {WAIT.replace(chr(10), ';')}\nmark()\n"
+    learner += f"(place / '{FINAL_NAME}').touch()\nnote('saves')\ntime.sleep({0 if is_first else 1})\n{end}"
+    daemon = NOTE + ("wait_for('learner', 2)" if is_first and end != "pass" else "wait_for('saves', 1)")
+    short = dataclasses.replace(spec(tmp_path, daemon, learner), finish_s=0.0)
+    assert run_supervisor(short) == (0 if end == "pass" else SCRIPT_CODE)
+
+
+def test_a_script_that_fails_in_mid_run_is_none_that_fails_after_it(tmp_path: Path) -> None:
+    learner = LEAVE + f"if note('learner') > 1: {WAIT.replace(chr(10), ';')}\nmark()\nraise OSError('no room')"
+    daemon = NOTE + "wait_for('learner', 2)"
+    assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, learner), finish_s=0.0)) == 0
+
+
 @pytest.mark.parametrize(("lives_failed", "code"), [(1, 0), (9, SCRIPT_CODE)])
 def test_a_script_that_fails_before_the_daemon_ends_is_tried_again_and_its_last_life_counts(
     tmp_path: Path, lives_failed: int, code: int
