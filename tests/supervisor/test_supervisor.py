@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 from diloco_node.daemon.stopping import STOP_VARIABLE
 from diloco_node.errors import StorageError
 from diloco_node.shared_memory import request_area
-from diloco_node.state_names import FINAL_NAME, LEDGER_NAME
+from diloco_node.state_names import ADMIN_PORT_NAME, FINAL_NAME, LEDGER_NAME
 from diloco_node.supervisor import child, learner_watch
 from diloco_node.supervisor.preload import LEARNER_NICENESS, LOWEST_NICENESS, autogroup_niceness, give_way
 from diloco_node.supervisor.process_file import read_process, write_process
@@ -412,18 +411,36 @@ def test_a_crash_is_told_with_its_last_line(tmp_path: Path) -> None:
     assert re.fullmatch(r"exit code 1 after \d+\.\d s: RuntimeError: sizes differ", reason)
 
 
-def test_sighup_goes_to_the_daemon_and_nothing_ends(tmp_path: Path) -> None:
-    daemon = f"""
-    {textwrap.indent(NOTE, "    ").strip()}
-    import signal
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
-    note("daemon")
-    os.kill(os.getppid(), signal.SIGHUP)
-    assert signal.sigwait([signal.SIGHUP]) == signal.SIGHUP
-    note("reloaded")
-    """
-    assert run_supervisor(spec(tmp_path, daemon, None)) == 0
-    assert len(lives(tmp_path, "daemon")) == len(lives(tmp_path, "reloaded")) == 1
+@pytest.mark.parametrize("order", ["late", "early", "down"])
+def test_sighup_reaches_the_daemon_once_it_is_up_and_nothing_ends(tmp_path: Path, order: str) -> None:
+    """Before that it would die of it; one that is down has no process that the signal could be sent to. Of a life that
+    was killed the port is left behind."""
+    daemon = NOTE + (
+        "import signal, time\n"
+        "life = note('daemon')\n"
+        f"if {order == 'early'}: os.kill(os.getppid(), signal.SIGHUP); time.sleep(1)\n"
+        f"if {order == 'down'} and life == 1:\n"
+        f"    (place / '{ADMIN_PORT_NAME}').touch()\n"
+        "    os.kill(os.getpid(), 9)\n"
+        f"if {order == 'down'} and life == 2: time.sleep(1)\n"
+        f"if (place / '{ADMIN_PORT_NAME}').exists() or life > 2: sys.exit(7)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])\n"
+        f"(place / '{ADMIN_PORT_NAME}').touch()\n"
+        f"if {order == 'late'}: os.kill(os.getppid(), signal.SIGHUP)\n"
+        "if signal.sigtimedwait([signal.SIGHUP], 60) is None: sys.exit(7)\n"
+        "note('reloaded')\n"
+    )
+    learner = NOTE + (
+        "import signal, time\n"
+        "wait_for('daemon', 1)\n"
+        "pid = (place / 'daemon.pids').read_text().split()[0]\n"
+        f"while {order == 'down'} and pathlib.Path('/proc', pid).exists(): time.sleep(0.01)\n"
+        f"if {order == 'down'}: os.kill(os.getppid(), signal.SIGHUP)\n"
+    )
+    slow = dataclasses.replace(spec(tmp_path, daemon, learner), backoff_min_s=0.5, backoff_max_s=0.5)
+    assert run_supervisor(slow) == 0
+    assert len(lives(tmp_path, "daemon")) == 1 + (order == "down")
+    assert len(lives(tmp_path, "reloaded")) == 1
 
 
 def test_a_log_that_can_not_be_rotated_goes_on_in_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
