@@ -24,7 +24,7 @@ ORDER_POLL_S: Final = 0.25
 
 EPHEMERAL_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 THREADS: Final = {"OMP_NUM_THREADS": "1"}
-"""What the user has not set. Four learners of 10 M parameters with all threads each take three times as long."""
+"""Defaults of its environment. Four learners of 10 M parameters with all threads each take three times as long."""
 
 PORT_MIN: Final = 12_000
 """Below are the ports of well-known services, ours among them."""
