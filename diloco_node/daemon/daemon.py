@@ -7,6 +7,7 @@ admin port. Then `Node` is built: ledger, rounds, parameters, links.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 import os
@@ -37,6 +38,7 @@ from diloco_node.daemon.region_budget import changed_plan, plan_of_file
 from diloco_node.daemon.run_history import RunHistory
 from diloco_node.daemon.run_record import has_final_report, is_complete, run_record, set_final_aside
 from diloco_node.daemon.spec import NodeSpec
+from diloco_node.daemon.stopping import STOP_S_DEFAULT, limit_to_kill_s
 from diloco_node.daemon.work import Threads, in_thread
 from diloco_node.errors import ConfigError, PeersUnreachable, ProtocolViolation, StorageError
 from diloco_node.escaping import escaped_document
@@ -68,10 +70,10 @@ log = structlog.get_logger()
 class Daemon:
     """Owns everything in the process; `run` is its life.
 
-    on_stop: called with the exit code when it begins to stop.
+    on_stop: called when it begins to stop, with the exit code and the seconds that it has.
     """
 
-    def __init__(self, spec: NodeSpec, on_stop: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(self, spec: NodeSpec, on_stop: Callable[[int, float], None] = lambda _, __: None) -> None:
         # As on disk in the state folder: an operator's changes are saved before they count.
         self.spec = spec
         self.notes = NoteBook(spec.region, time.monotonic_ns, lambda text: console_line(spec.region, f"ALARM: {text}"))
@@ -79,6 +81,8 @@ class Daemon:
         self._history = RunHistory(spec.state_dir, sample_s=spec.history_every_s)
         self.learner_server = LearnerServer(spec.learner_socket, self)
         self._on_stop = on_stop
+        # From the first reason to end on, if that is a signal: until a supervisor may kill this process.
+        self._stop_s = STOP_S_DEFAULT
         # The ledger, files and sums have threads of their own: a slow disk holds up no sum.
         self._threads = Threads.start()
         self._admission = Admission(spec.state_dir, self._threads.disk)
@@ -109,7 +113,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.end)
+            loop.add_signal_handler(number, self._end_in_time)
         loop.add_signal_handler(signal.SIGHUP, lambda: self.spawn(self._reload(), "reload"))
         registry = CollectorRegistry()
         registry.register(StatusCollector(self.status))
@@ -138,13 +142,13 @@ class Daemon:
             code = await self._ended
             return code
         finally:
-            self._on_stop(code)
+            self._on_stop(code, self._stop_s)
             await self._stop(admin, is_clean=code == 0)
 
     async def _stop(self, admin: AdminServer, *, is_clean: bool) -> None:
         if self.node is not None:
             if is_clean:  # else nobody knows what state the core is in
-                await self.node.drain()
+                await self.node.drain(self._stop_s)
             self._look_at_run()
             if not self.spec.is_serving and self._history.take(self.status()):
                 await in_thread(self._threads.background, self._history.save)
@@ -157,7 +161,8 @@ class Daemon:
         await self.learner_server.stop()
         await admin.stop()
         # Who reads it later must not talk to whatever has the port then.
-        (self.spec.state_dir / ADMIN_PORT_NAME).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a disk that refuses takes no exit code away
+            (self.spec.state_dir / ADMIN_PORT_NAME).unlink()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -178,6 +183,11 @@ class Daemon:
         if error is not None:
             log.error("task broke", task=task.get_name())
             self.end(error)
+
+    def _end_in_time(self) -> None:
+        """End the process: who sent the signal may kill it soon."""
+        self._stop_s = limit_to_kill_s()
+        self.end()
 
     def end(self, error: BaseException | None = None) -> None:
         """End the process. error: None: the run is over, or somebody asked for it.
@@ -310,15 +320,15 @@ class Daemon:
         clock = {"unix": time.time(), "monotonic_ns": time.monotonic_ns()}  # noqa: TID251 - shown, decides nothing
         if self.node is not None:
             return {**self.node.status.document(), "learner_process": process, "clock": clock}
-        return {
+        document = {
             "region": self.spec.region,
             "run_id": self.spec.run_id,
             "state": "starting",
-            "reason": self._starting_reason,
             "state_dir": str(self.spec.state_dir.resolve()),
             "learner_process": process,
             "clock": clock,
         }
+        return {**document, "reason": self.not_ready_reason(document)}  # a script that crashes is why it waits
 
     def snapshot(self) -> dict[str, Any]:
         """The status, the history, and the settings with their origins: what the page begins with."""

@@ -37,6 +37,7 @@ from diloco_node.daemon.pump import Pump
 from diloco_node.daemon.region_budget import BUDGET_POLL_S, BudgetWatch
 from diloco_node.daemon.run_record import since_and_model
 from diloco_node.daemon.settings_watch import SettingsWatch, settings_order
+from diloco_node.daemon.stopping import DRAIN_SHARE
 from diloco_node.daemon.witness_link import WitnessLink, WitnessRoute
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import ConfigError, IdentityError, PeerCertificateRefused, StorageError
@@ -52,9 +53,6 @@ from diloco_node.transport.intake import messages_per_s
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire.run_shown import MemberShown, RunShown
 from diloco_node.wire.tensor_listing import pack_tensors
-
-DRAIN_S: Final = 5.0
-"""A stopping leader waits so long for another region to take over."""
 
 END_POLL_S: Final = 0.1
 """Between two looks at whether a leader that drains, or a region that has finished, may go."""
@@ -205,13 +203,16 @@ class Node:
         self.runtime.spawn(self._watch_budget(), "budget watch")
         self.runtime.spawn(self._keep_counters(), "counters")
 
-    async def drain(self) -> None:
-        """Tell the others that this region stops, and hand leadership over: they get a moment to elect one of them."""
+    async def drain(self, stop_s: float) -> None:
+        """Tell the others that this region stops, and hand leadership over: they get a moment to elect one of them.
+
+        stop_s: in which this process must end; DRAIN_SHARE of it is for the others.
+        """
         for effect in self.core.hand_over(now_ns=self.runtime.now_ns()):
             self.effects.perform(effect)
         if self.core.liveness.alive(now_ns=self.runtime.now_ns()):
             await asyncio.sleep(END_POLL_S)  # the heartbeat that says so must have left before the links go
-        polls = round(DRAIN_S / END_POLL_S)
+        polls = round(DRAIN_SHARE * stop_s / END_POLL_S)
         while polls and self.core.ledger.is_leader and self.core.liveness.alive(now_ns=self.runtime.now_ns()):
             polls -= 1
             await asyncio.sleep(END_POLL_S)

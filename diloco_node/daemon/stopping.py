@@ -16,37 +16,55 @@ from typing import Final
 
 import structlog
 
-STOP_MAX_S: Final = 12.0
-"""Leadership is handed over in 5 s at most, the admin port's last requests have 2. A supervisor kills after 15."""
+STOP_VARIABLE: Final = "DILOCO_DAEMON_STOP_S"
+"""Set by the supervisor: seconds from the daemon's SIGTERM to its SIGKILL."""
+
+STOP_S_DEFAULT: Final = 15.0
+"""Where nobody kills: the run is over, or the daemon broke."""
+
+STOP_SHARE: Final = 0.8
+"""Share of these seconds after which the process ends itself."""
+
+DRAIN_SHARE: Final = 0.4
+"""Share of these seconds in which a leader hands over; the admin port's last requests have 2 s, files the rest."""
 
 log = structlog.get_logger()
+
+
+def limit_to_kill_s() -> float:
+    """Return the seconds from SIGTERM to SIGKILL."""
+    try:
+        return float(os.environ.get(STOP_VARIABLE, ""))
+    except ValueError:
+        return STOP_S_DEFAULT
 
 
 class StopDeadline:
     """Ends the process when what follows `arm` takes longer, up to the end of its threads: Python waits for each.
 
-    A thread does it: the loop may be what is stuck. seconds: from `arm` on.
+    A thread does it: the loop may be what is stuck.
 
     Attributes:
         code: the process's exit code then.
     """
 
-    def __init__(self, region: str, *, seconds: float = STOP_MAX_S) -> None:
+    def __init__(self, region: str) -> None:
         self.code = 1
         self._region = region
-        self._timer = threading.Timer(seconds, self._end)
-        self._timer.daemon = True
         # The loop whose tasks are told; None before `arm`.
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def arm(self, code: int) -> None:
-        """Begin to count, once, in a task of the loop that stops."""
+    def arm(self, code: int, stop_s: float) -> None:
+        """Begin to count, once, in a task of the loop that stops. stop_s: until the process might be killed."""
         self.code, self._loop = code, asyncio.get_running_loop()
-        self._timer.start()
+        seconds = STOP_SHARE * stop_s
+        timer = threading.Timer(seconds, self._end, [seconds])
+        timer.daemon = True
+        timer.start()
 
-    def _end(self) -> None:
+    def _end(self, seconds: float) -> None:
         try:
-            log.error("did not stop in time", region=self._region, exit_code=self.code, seconds=self._timer.interval)
+            log.error("did not stop in time", region=self._region, exit_code=self.code, seconds=seconds)
             for task in asyncio.all_tasks(self._loop) if self._loop else ():
                 sys.stderr.write(f"task {task.get_name()}:\n")
                 task.print_stack(file=sys.stderr)

@@ -33,6 +33,9 @@ SILENT_STEPS: Final = 10.0
 """Times a step: evaluations and checkpoints are pauses, too."""
 
 SILENT_MIN_S: Final = 20.0
+FIRST_STEP_S: Final = 600.0
+"""A first step may compile."""
+
 STARTING_S: Final = 120.0
 """Regions are started one after the other, and a daemon may compile its kernels for so long."""
 
@@ -136,8 +139,15 @@ def cut_off(document: Document) -> Finding:
     return _make(kinds.CUT_OFF, document, f"{text(document, 'region')} hears {share}; the others merge on")
 
 
-def learner_silence(report_age_s: float | None, step_s: float | None) -> str:
-    """Explain why an attached learner counts as silent; empty if it does not, or if it has reported nothing yet."""
+def learner_silence(report_age_s: float | None, step_s: float | None, first_wait_s: float | None = None) -> str:
+    """Explain why an attached learner counts as silent; empty if it does not.
+
+    report_age_s: None: it has reported nothing yet. first_wait_s: since it has its parameters; None: it lacks some.
+    """
+    if report_age_s is None and first_wait_s is not None and first_wait_s > FIRST_STEP_S:
+        return (
+            f"the learner has reported no step since it attached, and has its parameters for {duration(first_wait_s)}"
+        )
     limit_s = max(SILENT_MIN_S, SILENT_STEPS * (step_s or 0.0))
     if report_age_s is None or report_age_s <= limit_s:
         return ""
@@ -340,7 +350,8 @@ def learner_fault(document: Document) -> tuple[AlertKind, str] | None:
         return kinds.LEARNER_ENDED, f"the learner ended at step {_progress(document)}"
     if section(learner, "busy"):
         return None
-    silence = learner_silence(number(learner, "report_age_seconds"), number(learner, "step_seconds"))
+    ages = (number(learner, key) for key in ("report_age_seconds", "step_seconds", "first_step_wait_seconds"))
+    silence = learner_silence(*ages)
     return (kinds.LEARNER_SILENT, silence) if silence else None
 
 

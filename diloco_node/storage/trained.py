@@ -96,7 +96,10 @@ def read_trained(state_dir: Path, area: mmap.mmap | None = None) -> tuple[Traine
 
     Raises StorageError: a counter file is damaged, or the disk refuses.
     """
-    return tuple(save_trained(state_dir, incarnation, area) for incarnation, _ in _counter_files(state_dir))
+    numbers = [number for number, _ in _counter_files(state_dir)]
+    # Each older file was synced by later reads: its slot is another life's, so nobody has written it since.
+    old = set(numbers[:-_SLOTS])
+    return tuple(save_trained(state_dir, number, area, is_durable=number in old) for number in numbers)
 
 
 def set_damaged_aside(state_dir: Path) -> tuple[str, ...]:
@@ -134,8 +137,11 @@ def _decode(raw: bytes) -> tuple[int, int] | None:
     return (steps, tokens) if raw == _encode(steps, tokens) and _can_be(steps, tokens) else None
 
 
-def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> Trained:
-    """Bring an incarnation's file up to what the shared memory says, durably. StorageError: as `read_trained`."""
+def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None, *, is_durable: bool = False) -> Trained:
+    """Bring an incarnation's file up to what the shared memory says, durably. StorageError: as `read_trained`.
+
+    is_durable: what is in the file is so already.
+    """
     path = _counter_path(state_dir, incarnation)
     with _lock(path) as descriptor:
         raw = os.pread(descriptor, _FILE_BYTES + 1, 0)
@@ -145,8 +151,9 @@ def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> T
         newer = None if area is None else _read_slot(area, incarnation)
         if newer is not None and newer > counters:
             os.pwrite(descriptor, _encode(*newer), 0)
-            counters = newer
-        os.fdatasync(descriptor)
+            counters, is_durable = newer, False
+        if not is_durable:
+            os.fdatasync(descriptor)
     return Trained(incarnation, *counters)
 
 

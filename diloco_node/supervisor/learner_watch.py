@@ -9,10 +9,11 @@ the other regions.
 
 A pause that the loop announces (`Diloco.busy`) is no hang before its own limit, and does not count as a usual one. The
 limit begins anew with each step, for a loop may train within it, or never say that it is over. Once the script has had
-its part in the run it may do anything: evaluate for hours, write its files.
+its part in the run it may do anything: evaluate for hours, write its files. Time in which the supervisor itself stood
+still (a frozen container) counts nowhere.
 
 A script that was refused, catches that and goes on would train alone, for days perhaps. It has `REFUSED_S` to end by
-itself, then it is ended, and has crashed.
+itself, then it is ended, and has crashed. After `REFUSALS_MAX` such lives in a row it stays stopped.
 """
 
 from __future__ import annotations
@@ -42,11 +43,19 @@ REFUSED_S: Final = 600.0
 """For what a script does once it was refused: write its own files, wait for a checkpoint, end its other ranks, load the
 model anew for another attach."""
 
+REFUSALS_MAX: Final = 3
+"""In a row: who hides the same refusal three times would train outside of the run for ever, ten minutes each time."""
+
+TRAINED_S: Final = 3600.0
+"""A life of more was in the run for a while: its refusal is none of a row."""
+
 STUCK_S: Final = 30.0
 """A process that is still there so long after SIGKILL is held by the kernel: its device, or its disk."""
 
 ASLEEP_S: Final = 10.0
 """Between two looks. After more the supervisor itself stood still, and so did the learner perhaps."""
+
+SLEEPS_KEPT: Final = 64
 
 CRASHES_MAX: Final = 10
 CRASHES_WITHIN_S: Final = 600.0
@@ -108,6 +117,8 @@ class LearnerWatch:
         self._pause: PlaceMark | None = None
         # The last look: when the next one comes late, the machine slept, not the learner.
         self._looked_s = 0.0
+        # The last times in which all stood still: their end, and how long they were.
+        self._sleeps: deque[tuple[float, float]] = deque(maxlen=SLEEPS_KEPT)
         # Seconds between the last steps, over all lives.
         self._pauses: deque[float] = deque(maxlen=PAUSES_KEPT)
         # How often the limit is doubled after hangs, and since when; forgiven one by one.
@@ -117,8 +128,9 @@ class LearnerWatch:
         self._crashed_s: deque[float] = deque(maxlen=CRASHES_MAX)
         # When this life was told to write its stacks and end; None: it was not.
         self._aborted_s: float | None = None
-        # Since when this life is known to be refused.
+        # Since when this life is known to be refused, and how many lives in a row ended so.
         self._refused_s: float | None = None
+        self._refusals = 0
         self._last_action = Action.NOTHING
         # Lives in a row that ended with code 0 and had called attach() no more, as the life before them had.
         self._early_ends = 0
@@ -128,6 +140,11 @@ class LearnerWatch:
         """No step for so long is a hang."""
         usual_s = max(self._pauses, default=0.0)
         return float(max(self._hang_s, HANG_FACTOR * usual_s) * 2**self._doublings)
+
+    def awake_s(self, since_s: float) -> float:
+        """Return the time from then to the last look, without that in which all stood still."""
+        asleep_s = sum(min(length_s, end_s - since_s) for end_s, length_s in self._sleeps if end_s > since_s)
+        return self._looked_s - since_s - asleep_s
 
     def started(
         self, mark: bytes | None, *, now_s: float, place: PlaceMark | None = None, memory_kills: int = 0
@@ -143,9 +160,11 @@ class LearnerWatch:
 
     def look(self, mark: bytes | None, *, now_s: float, place: PlaceMark | None = None) -> Action:
         """Decide what to do now. Call it every second or so, with the counters' bytes, while the process lives."""
-        asleep_s, self._looked_s = now_s - self._looked_s, now_s
+        if now_s - self._looked_s > ASLEEP_S:
+            self._sleeps.append((now_s, now_s - self._looked_s))
+        self._looked_s = now_s
         if self._aborted_s is not None:
-            return self._escalate(now_s - self._aborted_s)
+            return self._escalate(self.awake_s(self._aborted_s))
         own = place if place != self.old_place else None
         if own is not None and (own.is_over or own.fault):
             return self._look_outside(own, mark, now_s)
@@ -162,20 +181,18 @@ class LearnerWatch:
             if has_stepped:
                 self._mark, self._stepped_s = mark, now_s
             since_s = max(pause.since_s, self._stepped_s or 0.0)
-            if self._hang_s <= 0 or now_s - since_s <= pause.limit_s * 2**self._doublings:
+            if self._hang_s <= 0 or self.awake_s(since_s) <= pause.limit_s * 2**self._doublings:
                 return Action.NOTHING
             return self._hang(f"{pause.activity} takes more than its limit of {pause.limit_s:.0f} s", now_s)
         if has_stepped:
-            if self._stepped_s is not None and asleep_s <= ASLEEP_S:
-                self._pauses.append(now_s - self._stepped_s)
+            if self._stepped_s is not None:
+                self._pauses.append(self.awake_s(self._stepped_s))
             self._mark, self._stepped_s = mark, now_s
-        elif self._stepped_s is not None and asleep_s > ASLEEP_S:
-            self._stepped_s += asleep_s
-        elif self._stepped_s is not None and self._hang_s > 0 and now_s - self._stepped_s > self.limit_s:
+        elif self._stepped_s is not None and 0 < self._hang_s and self.awake_s(self._stepped_s) > self.limit_s:
             longest_s = max(self._pauses, default=0.0)
             pauses = f"its longest pause before was {longest_s:.1f} s"
             return self._hang(
-                f"no step for {now_s - self._stepped_s:.0f} s, {pauses}. Longer ones, such as evaluations, belong into "
+                f"no step for {self.awake_s(self._stepped_s):.0f} s, {pauses}. Longer ones, such as evaluations, belong into "
                 '`with diloco.busy("evaluation"):`',
                 now_s,
             )
@@ -187,8 +204,8 @@ class LearnerWatch:
             self._mark, self._stepped_s, self._pause = mark, None, None
             return Action.NOTHING
         self._refused_s = now_s if self._refused_s is None else self._refused_s
-        has_pause = bool(place.activity) and now_s - place.since_s <= place.limit_s
-        if has_pause or now_s - self._refused_s <= REFUSED_S:
+        has_pause = bool(place.activity) and self.awake_s(place.since_s) <= place.limit_s
+        if has_pause or self.awake_s(self._refused_s) <= REFUSED_S:
             return Action.NOTHING
         return self._abort(f"goes on outside of the run: {HIDES}: {place.fault}", now_s)
 
@@ -232,6 +249,7 @@ class LearnerWatch:
         self.exit_code = code
         is_ours, self._aborted_s = self._aborted_s is not None, None
         is_refused = is_ours and self._refused_s is not None
+        self._refusals = self._refusals + 1 if is_refused and lived_s < TRAINED_S else 0
         self.state = "waiting"
         if is_ours and not is_refused:
             return True  # the next one gets twice the time, so there is no loop of hangs
@@ -262,22 +280,29 @@ class LearnerWatch:
         if -code in FROM_OUTSIDE and not is_refused:
             return True
         self.reason += f": {last_line}" * bool(last_line)
+        return self._may_live_again(now_s)
+
+    def _may_live_again(self, now_s: float) -> bool:
+        """Note a crash; `reason` says it."""
         self.crashes += 1
         self._crashed_s.append(now_s)
         within_s = now_s - self._crashed_s[0]
-        if len(self._crashed_s) < CRASHES_MAX or within_s > CRASHES_WITHIN_S:
+        if len(self._crashed_s) == CRASHES_MAX and within_s <= CRASHES_WITHIN_S:
+            times = f"crashed {CRASHES_MAX} times in {max(1, round(within_s / 60))} min"
+        elif self._refusals == REFUSALS_MAX:
+            times = f"went on outside of the run {REFUSALS_MAX} times"
+        else:
             return True
         self.state = "stopped"
         self.reason = (
-            f"crashed {CRASHES_MAX} times in {max(1, round(within_s / 60))} min, the last time: {self.reason}. "
-            "Look at logs/learner.log, then `diloco-node learner start`"
+            f"{times}, the last time: {self.reason}. Look at logs/learner.log, then `diloco-node learner start`"
         )
         return False
 
     def revived(self) -> None:
         """Somebody wants it started again, whatever it did."""
         self._crashed_s.clear()
-        self._doublings = 0
+        self._doublings = self._refusals = 0
         self.state = "waiting"
 
     def document(self) -> dict[str, Any]:

@@ -40,6 +40,7 @@ import re
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -116,8 +117,10 @@ class _Supervisor:
         self.events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._log = ChildLog(spec.state_dir / "logs" / "supervisor.log", is_echoing=False)
         self._manager = ServiceManager(os.environ, os.getpid())
-        # Whether the present daemon has written its port.
+        # Whether a daemon has written its port.
         self._is_ready = False
+        # Whether the daemon is to read its settings again, and was not there yet, or would have died of the signal.
+        self._wants_reload = False
         self._daemon = Child("daemon", spec.daemon_command, signal.SIGKILL, spec, logs_errors_only=True, is_shown=False)
         # In the order of their start.
         self._children = [self._daemon]
@@ -171,8 +174,6 @@ class _Supervisor:
             if orphans := end_orphans(self._env["DILOCO_SUPERVISOR"], self._spec.state_dir):
                 numbers = ", ".join(map(str, orphans))
                 self.say(f"ended what the supervisor before left behind, with its memory: pid {numbers}")
-            # One that lies there is that of a daemon before, and would say that this one is up.
-            (self._spec.state_dir / ADMIN_PORT_NAME).unlink(missing_ok=True)
             for child in self._children:
                 if child is self._learner:
                     child.restart_at_s = time.monotonic() + self._spec.daemon_first_s
@@ -201,6 +202,9 @@ class _Supervisor:
             if self._forks.is_starting:
                 child.restart_at_s = None  # both would import the same: ServerReady or ServerEnded brings it here again
                 return
+        if child is self._daemon:
+            with suppress(OSError):  # that of a daemon before would say that this one is up
+                (self._spec.state_dir / ADMIN_PORT_NAME).unlink()
         try:
             child.start(self._env, self.events.put, gives_way=child is not self._daemon)
         except (OSError, RuntimeError) as error:
@@ -233,7 +237,7 @@ class _Supervisor:
             self._look_at(self._learner)
             waiting.append(now_s + min(COUNTERS_POLL_S, self._spec.hang_s / 4 or COUNTERS_POLL_S))
         if self._over_s is not None:
-            if not self._may_go_on(now_s - self._over_s):
+            if not self._may_go_on(self._watch.awake_s(self._over_s)):
                 return self._result
             waiting.append(now_s + COUNTERS_POLL_S)
         if self._over_s is None and self._forks is not None and self._forks.restart_at_s is not None:
@@ -252,7 +256,7 @@ class _Supervisor:
 
     def _take(self, event: _Event) -> int | None:
         if event == signal.SIGHUP:
-            self._daemon.send_signal(signal.SIGHUP)  # it reads its settings again; else it does when it starts
+            self._wants_reload = True
             return None
         if event == signal.SIGUSR1:
             self._revive_learner()
@@ -270,8 +274,14 @@ class _Supervisor:
         return self._child_exited(event.child, event.code)
 
     def _look_at_daemon(self, now_s: float) -> list[float]:
-        """Tell the service manager once that it is up, and that this process lives. When to come again."""
-        if not self._is_ready and (self._spec.state_dir / ADMIN_PORT_NAME).exists():
+        """Tell the service manager once that it is up, and that this process lives; have it read its settings again.
+        When to come again."""
+        is_awaited = not self._is_ready or self._wants_reload
+        is_up = is_awaited and self._daemon.is_running and (self._spec.state_dir / ADMIN_PORT_NAME).exists()
+        if is_up and self._wants_reload:
+            self._wants_reload = False
+            self._daemon.send_signal(signal.SIGHUP)
+        if is_up and not self._is_ready:
             self._is_ready = True
             self._manager.send("READY=1")
             if self._learner is not None and not self._has_preloaded and not self._learner.starts:
@@ -280,7 +290,7 @@ class _Supervisor:
         if every_s:
             self._manager.send("WATCHDOG=1")
         looks = [now_s + every_s] if every_s else []
-        if not self._is_ready:
+        if is_awaited and not is_up:
             looks.append(
                 now_s + (READY_POLL_S if now_s < self._began_s + self._spec.daemon_first_s else COUNTERS_POLL_S)
             )
@@ -295,7 +305,7 @@ class _Supervisor:
         elif place.is_over:
             return True
         elif (self._spec.state_dir / FINAL_NAME).exists():  # it is over for this learner, too, which was told so
-            if place.activity and time.monotonic() - place.since_s <= place.limit_s:
+            if place.activity and self._watch.awake_s(place.since_s) <= place.limit_s:
                 return True
             limit_s = max(limit_s, self._watch.limit_s if self._spec.hang_s > 0 else LEAVE_S_MAX)
         if since_s < limit_s:
@@ -349,7 +359,9 @@ class _Supervisor:
         is_left = place is None or place.has_left or place.is_interrupted
         has_fault = bool(code) or not is_left or (place is not None and bool(place.fault))
         exit_text = f"{child.name} exited, code={code} after {lived_s:.1f} s{self._loss(child) if has_fault else ''}"
-        if child is self._learner and place is not None and place != self._watch.old_place and place.has_left:
+        # A model that an extension goes on from is set aside before the learner attaches.
+        is_after = place is not None and (place.has_left or (code and (self._spec.state_dir / FINAL_NAME).exists()))
+        if child is self._learner and place != self._watch.old_place and is_after:
             self._has_failed = code != 0
         if self._over_s is not None:
             self.say(f"{exit_text}: the region ends with {self._result}")
@@ -468,6 +480,7 @@ def run_supervisor(spec: SupervisorSpec) -> int:
             "DILOCO_SUPERVISOR_PID": str(os.getpid()),
             "DILOCO_STATE": str(spec.state_dir.resolve()),
             "DILOCO_STOP_S": str(LEARNER_SHARE * spec.stop_s),
+            "DILOCO_DAEMON_STOP_S": str((1.0 - LEARNER_SHARE) * spec.stop_s),
             "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1",  # a learner that hangs shows where, and a crash of native code too
         }

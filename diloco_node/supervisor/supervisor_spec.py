@@ -17,7 +17,8 @@ LEAVE_S_MAX: Final = 1800.0
 """For a learner to leave a finished run, where no step for any time is a hang."""
 
 LEARNER_SHARE: Final = 0.8
-"""Share of `stop_s` in which the learner saves, and has its last steps merged; the daemon gives its leadership away."""
+"""Share of `stop_s` in which the learner saves, and has its last steps merged. The daemon gives its leadership away in
+the rest."""
 
 
 @dataclass(frozen=True, slots=True)

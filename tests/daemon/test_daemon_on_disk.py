@@ -28,8 +28,9 @@ from diloco_node.daemon.manifest_file import MANIFEST_NAME, save_manifest
 from diloco_node.daemon.run_history import HISTORY_NAME
 from diloco_node.daemon.run_record import REPORT_NAME
 from diloco_node.daemon.spec import NodeSpec
+from diloco_node.daemon.stopping import STOP_S_DEFAULT, STOP_VARIABLE
 from diloco_node.daemon.work import in_thread
-from diloco_node.errors import ConfigError, DiskRefused, StorageError
+from diloco_node.errors import ConfigError, DiskRefused, LedgerLost, StorageError
 from diloco_node.state_names import ADMIN_PORT_NAME, LEDGER_NAME
 from diloco_node.storage.store import RegionStore
 from diloco_node.supervisor.process_file import write_process
@@ -201,6 +202,53 @@ async def test_what_is_left_behind(spec: NodeSpec, nodes: list[node_module.Node]
     assert (spec.state_dir / REPORT_NAME).exists()
     await learner.close()
     assert [path.name for path in spec.state_dir.glob(".*")] == []
+    RegionStore(spec.state_dir).close()  # the lock is free
+
+
+@pytest.mark.parametrize(("number", "stop_s"), [(None, STOP_S_DEFAULT), (signal.SIGTERM, 7.5)])
+async def test_a_signal_leaves_as_much_time_as_the_supervisor_that_sends_it(
+    spec: NodeSpec,
+    nodes: list[node_module.Node],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals | None,
+    stop_s: float,
+) -> None:
+    monkeypatch.setenv(STOP_VARIABLE, "7.5")
+    save_manifest(spec.state_dir, MANIFEST)
+    limits: list[tuple[int, float]] = []
+    daemon = Daemon(spec, lambda code, limit_s: limits.append((code, limit_s)))
+    drain, drains = node_module.Node.drain, []
+    monkeypatch.setattr(node_module.Node, "drain", lambda node, limit_s: drains.append(limit_s) or drain(node, limit_s))
+    running = asyncio.create_task(daemon.run())
+    await eventually(lambda: daemon.node is not None)
+    if number is None:
+        daemon.end()
+    else:
+        os.kill(os.getpid(), number)
+    assert await asyncio.wait_for(running, 120) == 0
+    assert (limits, drains) == ([(0, stop_s)], [stop_s])
+
+
+async def test_a_disk_that_refuses_at_the_end_takes_the_reason_away_from_nobody(
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux makes a file system read-only after an error, and the ledger on it is lost."""
+    unlink = Path.unlink
+
+    def refuse(path: Path, *words: Any, **named: Any) -> None:
+        if path.name == ADMIN_PORT_NAME:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        unlink(path, *words, **named)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    save_manifest(spec.state_dir, MANIFEST)
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    await eventually(lambda: daemon.node is not None)
+    daemon.end(LedgerLost("2 entries"))
+    with pytest.raises(LedgerLost, match="2 entries"):
+        await asyncio.wait_for(running, 120)
+    assert LedgerLost.exit_code == 6
     RegionStore(spec.state_dir).close()  # the lock is free
 
 

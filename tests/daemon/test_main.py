@@ -51,7 +51,7 @@ def test_threads_that_hang_do_not_keep_a_daemon_that_was_refused_its_disk(
     deadlines: list[StopDeadline] = []
 
     class Refused:
-        def __init__(self, _: NodeSpec, on_stop: Callable[[int], None]) -> None:
+        def __init__(self, _: NodeSpec, on_stop: Callable[[int, float], None]) -> None:
             deadlines.append(on_stop.__self__)  # type: ignore[attr-defined]
 
         async def run(self) -> int:

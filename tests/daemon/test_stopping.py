@@ -19,7 +19,7 @@ async def swallow():
 async def main():
     stuck = asyncio.create_task(swallow(), name="dialer of b")
     await asyncio.sleep(0)
-    StopDeadline("a", seconds=0.2).arm({code})
+    StopDeadline("a").arm({code}, 0.25)
     {stop}
 
 asyncio.run(main())
@@ -50,7 +50,7 @@ import asyncio, threading, time
 from diloco_node.daemon.stopping import StopDeadline
 
 async def main():
-    StopDeadline("a", seconds={seconds}).arm(6)
+    StopDeadline("a").arm(6, {seconds})
     threading.Thread(target=time.sleep, args=({sleep},)).start()
 
 asyncio.run(main())

@@ -135,6 +135,12 @@ CASES = [
         "tail -n 40 state/us/logs/learner.log",
     ),
     (kinds.LEARNER_SILENT, changed(learner={"report_age_seconds": 75.0}), "no step for 75 s; a step takes 200 ms", ""),
+    (
+        kinds.LEARNER_SILENT,
+        changed(learner={"report_age_seconds": None, "first_step_wait_seconds": 720.0}),
+        "no step since it attached, and has its parameters for 12 min",
+        "",
+    ),
     (kinds.LEARNER_MISSING, changed(learner=None), "no learner is attached", ""),
     (
         kinds.LOSS_NAN,

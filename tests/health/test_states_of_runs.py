@@ -9,7 +9,7 @@ import typer
 from hypothesis import given
 
 from diloco_node.health import alert_kinds as kinds
-from diloco_node.health.alerts import SILENT_MIN_S, find_alerts, learner_silence
+from diloco_node.health.alerts import FIRST_STEP_S, SILENT_MIN_S, find_alerts, learner_silence
 from diloco_node.health.finding import SEVERITIES
 from diloco_node.health.health_summary import STATES, health_of, joint_health
 from diloco_node.main import app
@@ -142,7 +142,7 @@ def test_tolerance_is_what_is_left_over_a_majority(regions: int) -> None:
 @pytest.mark.parametrize(("age_s", "step_s", "is_silent"), [(19.0, 0.1, False), (21.0, 0.1, True), (21.0, 5.0, False)])
 def test_silence_is_measured_by_the_steps_before(age_s: float, step_s: float, is_silent: bool) -> None:
     assert bool(learner_silence(age_s, step_s)) == is_silent
-    assert learner_silence(None, step_s) == ""
+    assert learner_silence(None, step_s) == learner_silence(None, step_s, FIRST_STEP_S) == ""
     assert SILENT_MIN_S == 20.0
 
 

@@ -136,6 +136,22 @@ def test_what_is_read_of_a_dead_life_is_durable_before_it_can_be_told(
     assert save_trained(tmp_path, 2, area) == expected[1]
 
 
+def test_lives_of_long_ago_cost_no_sync_unless_they_are_written(
+    tmp_path: Path, area: mmap.mmap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run may have thousands; each sync holds up the ledger."""
+    numbers = [allot_incarnation(tmp_path) for _ in range(40)]
+    TrainedCounter(tmp_path, 3, area).write(30, 300)
+    synced: list[str] = []
+    sync = os.fdatasync
+    monkeypatch.setattr(
+        os, "fdatasync", lambda file: (synced.append(Path(f"/proc/self/fd/{file}").readlink().name), sync(file))
+    )
+    trained = read_trained(tmp_path, area)
+    assert synced == ["trained-3", *(f"trained-{number}" for number in numbers[-16:])]
+    assert (len(trained), trained[2]) == (40, Trained(3, 30, 300))
+
+
 def test_a_disk_that_refuses_is_a_storage_error_that_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,10 @@ from diloco_node.supervisor.learner_watch import (
     CRASHES_WITHIN_S,
     FORGIVEN_S,
     HANG_FACTOR,
+    REFUSALS_MAX,
     REFUSED_S,
     STUCK_S,
+    TRAINED_S,
     Action,
     LearnerWatch,
 )
@@ -100,6 +102,22 @@ def test_when_the_supervisor_itself_stood_still_the_learner_did_perhaps_too() ->
     watch.look(b"1", now_s=1)
     watch.look(b"2", now_s=3600)
     assert watch.limit_s == HANG_S, "and that was no pause of the learner"
+
+
+@pytest.mark.parametrize("sleep_s", [7200, 60])
+def test_a_frozen_container_uses_up_no_limit_of_a_pause_or_of_a_refused_script(sleep_s: int) -> None:
+    """`docker pause` in a validation, or while a script ends its other ranks."""
+    refused = PlaceMark(7, fault="LearnerError: no")
+    saves = PlaceMark(7, fault="LearnerError: no", activity="saving", since_s=2.0, limit_s=2 * REFUSED_S)
+    for place, limit_s in ((busy(2.0), 500), (refused, REFUSED_S), (saves, 2 * REFUSED_S)):
+        watch = running()
+        watch.look(b"1", now_s=1.0)
+        before_s = 100
+        assert {watch.look(b"1", now_s=at_s, place=place) for at_s in range(2, before_s)} == {Action.NOTHING}
+        woken_s = before_s - 1 + sleep_s
+        ends = [at_s for at_s in range(woken_s, woken_s + 1300) if watch.look(b"1", now_s=at_s, place=place) == "abort"]
+        assert ends == [3 + limit_s + sleep_s]
+        assert watch.awake_s(2.0) == woken_s + 1299 - 2 - sleep_s
 
 
 def test_nothing_hangs_when_no_time_is_set() -> None:
@@ -265,6 +283,28 @@ def test_one_whose_script_hides_a_refusal_and_trains_on_is_ended_and_has_crashed
     assert refused_looks(watch, place, 300, b"1") == [], "of the life before"
 
 
+@pytest.mark.parametrize("between", [None, "killed", "trained"])
+def test_one_that_hides_refusals_three_times_in_a_row_stays_stopped(between: str | None) -> None:
+    watch, place = LearnerWatch(HANG_S), PlaceMark(7, fault="LearnerError: no")
+    for life in range(REFUSALS_MAX):
+        watch.started(b"0", now_s=0.0)
+        assert refused_looks(watch, place, int(REFUSED_S) + 3)[0][1] is Action.ABORT
+        lived_s = TRAINED_S if between == "trained" and life == 1 else REFUSED_S
+        goes_on = watch.ended(-signal.SIGABRT, lived_s=lived_s, now_s=(1.0 + life) * REFUSED_S, place=place)
+        assert goes_on is (life < REFUSALS_MAX - 1 or between is not None)
+        if between == "killed":
+            watch.started(b"0", now_s=0.0)
+            assert watch.ended(-signal.SIGKILL, lived_s=5.0, now_s=(1.5 + life) * REFUSED_S)
+    if between is None:
+        assert watch.state == "stopped"
+        assert watch.reason.startswith("went on outside of the run 3 times, the last time: ")
+        assert "its script hides an error: LearnerError: no. Look at logs/learner.log, then" in watch.reason
+        watch.revived()
+        watch.started(b"0", now_s=0.0)
+        refused_looks(watch, place, int(REFUSED_S) + 3)
+        assert watch.ended(-signal.SIGABRT, lived_s=REFUSED_S, now_s=9 * REFUSED_S, place=place)
+
+
 def test_one_that_attaches_again_after_a_refusal_is_a_learner_as_any_other() -> None:
     watch, place = running(), PlaceMark(7, fault="LearnerError: no")
     assert refused_looks(watch, place, int(REFUSED_S)) == []
@@ -410,9 +450,7 @@ def test_no_pause_hangs_where_nothing_does() -> None:
 def test_what_a_refused_script_has_announced_is_not_cut_off() -> None:
     watch = running()
     save = PlaceMark(7, fault="LearnerError: no", activity="saving", since_s=10.0, limit_s=2 * REFUSED_S)
-    assert watch.look(b"1", now_s=10.0, place=save) is Action.NOTHING
-    assert watch.look(b"1", now_s=2 * REFUSED_S, place=save) is Action.NOTHING
-    assert watch.look(b"1", now_s=2 * REFUSED_S + 11, place=save) is Action.ABORT
+    assert refused_looks(watch, save, int(2 * REFUSED_S) + 20)[0] == (2 * REFUSED_S + 11, Action.ABORT)
 
 
 def test_what_follows_a_script_that_has_come_to_its_end_without_close_is_no_hang() -> None:

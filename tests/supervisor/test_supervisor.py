@@ -7,15 +7,15 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
+from diloco_node.daemon.stopping import STOP_VARIABLE
 from diloco_node.errors import StorageError
 from diloco_node.shared_memory import request_area
-from diloco_node.state_names import FINAL_NAME, LEDGER_NAME
+from diloco_node.state_names import ADMIN_PORT_NAME, FINAL_NAME, LEDGER_NAME
 from diloco_node.supervisor import child, learner_watch
 from diloco_node.supervisor.preload import LEARNER_NICENESS, LOWEST_NICENESS, autogroup_niceness, give_way
 from diloco_node.supervisor.process_file import read_process, write_process
@@ -327,10 +327,11 @@ def test_memory_outlives_both_children(tmp_path: Path) -> None:
             "    area[7:11] = b'here'\n"
             "    os.kill(os.getpid(), 9)\n"
             "print(bytes(area[7:11]).decode(), os.environ['DILOCO_STATE'] == str(place.resolve()), file=sys.stderr)\n"
+            f"print(round(float(os.environ[{STOP_VARIABLE!r}]), 3), file=sys.stderr)\n"
         )
     )
     assert run_supervisor(spec(tmp_path, daemon, None)) == 0
-    assert (tmp_path / "logs" / "daemon.log").read_text() == "here True\n"
+    assert (tmp_path / "logs" / "daemon.log").read_text() == "here True\n5.0\n"
     with pytest.raises(Exception, match="is the supervisor alive"):
         request_area(tmp_path / "memory.sock", "inbox", 4096)
 
@@ -410,18 +411,36 @@ def test_a_crash_is_told_with_its_last_line(tmp_path: Path) -> None:
     assert re.fullmatch(r"exit code 1 after \d+\.\d s: RuntimeError: sizes differ", reason)
 
 
-def test_sighup_goes_to_the_daemon_and_nothing_ends(tmp_path: Path) -> None:
-    daemon = f"""
-    {textwrap.indent(NOTE, "    ").strip()}
-    import signal
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
-    note("daemon")
-    os.kill(os.getppid(), signal.SIGHUP)
-    assert signal.sigwait([signal.SIGHUP]) == signal.SIGHUP
-    note("reloaded")
-    """
-    assert run_supervisor(spec(tmp_path, daemon, None)) == 0
-    assert len(lives(tmp_path, "daemon")) == len(lives(tmp_path, "reloaded")) == 1
+@pytest.mark.parametrize("order", ["late", "early", "down"])
+def test_sighup_reaches_the_daemon_once_it_is_up_and_nothing_ends(tmp_path: Path, order: str) -> None:
+    """Before that it would die of it; one that is down has no process that the signal could be sent to. Of a life that
+    was killed the port is left behind."""
+    daemon = NOTE + (
+        "import signal, time\n"
+        "life = note('daemon')\n"
+        f"if {order == 'early'}: os.kill(os.getppid(), signal.SIGHUP); time.sleep(1)\n"
+        f"if {order == 'down'} and life == 1:\n"
+        f"    (place / '{ADMIN_PORT_NAME}').touch()\n"
+        "    os.kill(os.getpid(), 9)\n"
+        f"if {order == 'down'} and life == 2: time.sleep(1)\n"
+        f"if (place / '{ADMIN_PORT_NAME}').exists() or life > 2: sys.exit(7)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])\n"
+        f"(place / '{ADMIN_PORT_NAME}').touch()\n"
+        f"if {order == 'late'}: os.kill(os.getppid(), signal.SIGHUP)\n"
+        "if signal.sigtimedwait([signal.SIGHUP], 60) is None: sys.exit(7)\n"
+        "note('reloaded')\n"
+    )
+    learner = NOTE + (
+        "import signal, time\n"
+        "wait_for('daemon', 1)\n"
+        "pid = (place / 'daemon.pids').read_text().split()[0]\n"
+        f"while {order == 'down'} and pathlib.Path('/proc', pid).exists(): time.sleep(0.01)\n"
+        f"if {order == 'down'}: os.kill(os.getppid(), signal.SIGHUP)\n"
+    )
+    slow = dataclasses.replace(spec(tmp_path, daemon, learner), backoff_min_s=0.5, backoff_max_s=0.5)
+    assert run_supervisor(slow) == 0
+    assert len(lives(tmp_path, "daemon")) == 1 + (order == "down")
+    assert len(lives(tmp_path, "reloaded")) == 1
 
 
 def test_a_log_that_can_not_be_rotated_goes_on_in_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,6 +491,25 @@ def test_a_script_that_fails_after_the_run_is_no_success(tmp_path: Path) -> None
     daemon = NOTE + "wait_for('learner', 1)"
     assert run_supervisor(spec(tmp_path, daemon, learner)) == SCRIPT_CODE
     assert len(lives(tmp_path, "learner")) == 1, "there is no run to start it again for"
+
+
+@pytest.mark.parametrize("end", ["raise OSError('no room')", "os.kill(os.getpid(), 9)", "pass"])
+@pytest.mark.parametrize("is_first", [False, True], ids=["the daemon ends first", "the learner ends first"])
+def test_a_script_that_fails_in_its_with_block_after_the_run_is_no_success(
+    tmp_path: Path, end: str, is_first: bool
+) -> None:
+    """It saves its model there: it has not left the run, but the run is over. In mid-run it is another matter."""
+    learner = LEAVE + f"life = note('learner')\nif life > 1: {WAIT.replace(chr(10), ';')}\nmark()\n"
+    learner += f"(place / '{FINAL_NAME}').touch()\nnote('saves')\ntime.sleep({0 if is_first else 1})\n{end}"
+    daemon = NOTE + ("wait_for('learner', 2)" if is_first and end != "pass" else "wait_for('saves', 1)")
+    short = dataclasses.replace(spec(tmp_path, daemon, learner), finish_s=0.0)
+    assert run_supervisor(short) == (0 if end == "pass" else SCRIPT_CODE)
+
+
+def test_a_script_that_fails_in_mid_run_is_none_that_fails_after_it(tmp_path: Path) -> None:
+    learner = LEAVE + f"if note('learner') > 1: {WAIT.replace(chr(10), ';')}\nmark()\nraise OSError('no room')"
+    daemon = NOTE + "wait_for('learner', 2)"
+    assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, learner), finish_s=0.0)) == 0
 
 
 @pytest.mark.parametrize(("lives_failed", "code"), [(1, 0), (9, SCRIPT_CODE)])

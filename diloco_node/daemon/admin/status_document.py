@@ -250,6 +250,7 @@ def _learner(learner: LearnerProxy, now_ns: int) -> dict[str, Any] | None:
         "blocked_seconds": facts.blocked_ns / 1e9,
         "report_age_seconds": (now_ns - facts.last_report_ns) / 1e9 if facts.last_report_ns else None,
         "pause_age_seconds": (now_ns - facts.resumed_ns) / 1e9 if facts.resumed_ns else None,
+        "first_step_wait_seconds": (now_ns - facts.ready_ns) / 1e9 if facts.ready_ns else None,
         "busy": None
         if pause is None
         else {

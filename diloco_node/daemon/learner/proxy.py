@@ -46,6 +46,7 @@ class LearnerFacts:
         attached_step: of its incarnation, where the present process began, or was when this daemon came.
         first_report_ns, last_report_ns: monotonic, of the present learner; tokens_at_first_report: of its incarnation.
         resumed_ns: monotonic, the first report after its last pause without steps; 0: there was none.
+        ready_ns: monotonic, since when it has its parameters and no report of it came; 0: it lacks some, or has come.
         warnings: losses and gradient norms that were out of their range, and were told.
         discounted_versions: applied with part of the own steps thrown away, since they were too many.
         last_warning, last_warning_ns: the newest of `warnings`, or why the learner failed (`has_failed`); 0: none.
@@ -64,6 +65,7 @@ class LearnerFacts:
     first_report_ns: int = 0
     last_report_ns: int = 0
     resumed_ns: int = 0
+    ready_ns: int = 0
     tokens_at_first_report: int = 0
     discounted_versions: int = 0
     warnings: int = 0
@@ -195,6 +197,7 @@ class LearnerProxy:
             positions=attach.positions,
         )
         self._newest = self.status
+        self._note_ready()
         self._counter_check.begin(attach.step, now_ns=self._now_ns())
         self._steps_before = sum(steps for _, steps, _ in trained_before)
         self._tokens_before = sum(tokens for _, _, tokens in trained_before)
@@ -259,7 +262,7 @@ class LearnerProxy:
             facts.first_report_ns, facts.tokens_at_first_report = now_ns, report.tokens
         elif learner_silence((now_ns - facts.last_report_ns) / NS_PER_S, self.status.step_time_ns / NS_PER_S):
             facts.resumed_ns = now_ns
-        facts.last_report_ns = now_ns
+        facts.last_report_ns, facts.ready_ns = now_ns, 0
         facts.tokens.add(report.tokens, now_ns=now_ns)
         if report.loss is not None:
             facts.loss_last = report.loss
@@ -337,6 +340,7 @@ class LearnerProxy:
         tokens = max(self.status.tokens, position.included_tokens)
         self.status = self._newest = replace(self.status, step=step, tokens=tokens, positions=tuple(positions))
         self._note_totals()
+        self._note_ready()
         if message.carry_factor < 1.0:
             self.facts.discounted_versions += 1
         self._post(ev.LearnerReported(self.status))
@@ -435,13 +439,20 @@ class LearnerProxy:
 
     def silence(self) -> str:
         """Why an attached learner counts as silent; empty if it does not."""
-        status, last_ns = self.status, self.facts.last_report_ns
-        if status is None or status.finished or not last_ns or self.pause is not None:
+        status, facts, now_ns = self.status, self.facts, self._now_ns()
+        if status is None or status.finished or self.pause is not None:
             return ""
-        return learner_silence((self._now_ns() - last_ns) / NS_PER_S, status.step_time_ns / NS_PER_S)
+        age_s = (now_ns - facts.last_report_ns) / NS_PER_S if facts.last_report_ns else None
+        wait_s = (now_ns - facts.ready_ns) / NS_PER_S if facts.ready_ns else None
+        return learner_silence(age_s, status.step_time_ns / NS_PER_S, wait_s)
 
     def _ignore(self, subject: str, fault: str) -> None:
         self._note(ev.Note("learner", f"process {self.pid}: {subject} is ignored: {fault}", is_alarm=True))
+
+    def _note_ready(self) -> None:
+        """Begin the wait for the first report anew: it may make a step now."""
+        is_placed = self.status is not None and all(item.base_version >= 0 for item in self.status.positions)
+        self.facts.ready_ns = self._now_ns() if is_placed and not self.facts.first_report_ns else 0
 
     def _note_totals(self) -> None:
         if self.status is not None:

@@ -12,7 +12,10 @@ def demo(
     *,
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- COMMAND...]", help="Your training command; default: the built-in trainer."),
+        typer.Argument(
+            metavar="[-- COMMAND...]",
+            help="Your training command, with OMP_NUM_THREADS=1 unless set; default: the built-in trainer.",
+        ),
     ] = None,
     regions: Annotated[
         int | None,

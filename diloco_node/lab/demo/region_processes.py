@@ -23,6 +23,9 @@ ORDER_POLL_S: Final = 0.25
 """A daemon that is not there refuses an order at once."""
 
 EPHEMERAL_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+THREADS: Final = {"OMP_NUM_THREADS": "1"}
+"""Defaults of its environment. Four learners of 10 M parameters with all threads each take three times as long."""
+
 PORT_MIN: Final = 12_000
 """Below are the ports of well-known services, ours among them."""
 
@@ -35,7 +38,8 @@ class RegionProcess:
         name: the region. admin_port: of its daemon. state_dir: its folder.
         namespace: the network namespace it runs in, "" for this process's own. It is asked over its Unix socket, which
             reaches into any namespace and puts no bytes on the interface that carries the run.
-        program: what Python runs instead of `diloco-node`. env: added to this process's environment.
+        program: what Python runs instead of `diloco-node`. env: added to this process's environment,
+            and THREADS where that has none.
         settings: for `start --set`, beyond those of the file.
         options: further words of `start`. config: a run.toml of its own; None: that of the other regions.
         process: the supervisor; None before the start.
@@ -81,7 +85,8 @@ class RegionProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 # An own group: a Ctrl-C in the terminal reaches the demo, which then ends the regions in order.
                 start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **self.env},
+                # Regions share the processors, and threads of one that spin hold up the others: as torchrun does.
+                env={**THREADS, **os.environ, "PYTHONUNBUFFERED": "1", **self.env},
             )
 
     @property

@@ -237,8 +237,9 @@ def test_tokens_per_second_are_of_the_time_that_was_measured() -> None:
     assert once["pause_age_seconds"] is None
     paused = status_of(view, learner_of(view.learner, resumed_ns=4 * SECOND))["learner"]
     assert paused["pause_age_seconds"] == 1.0
-    never = status_of(view, learner_of(view.learner))["learner"]
-    assert never["report_age_seconds"] is None
+    never = status_of(view, learner_of(view.learner, ready_ns=SECOND))["learner"]
+    assert (never["report_age_seconds"], never["first_step_wait_seconds"]) == (None, 4.0)
+    assert once["first_step_wait_seconds"] is None
 
 
 def test_without_a_learner_there_is_none() -> None:

@@ -75,6 +75,30 @@ def test_a_learner_that_stands_still_is_silent_and_has_no_rate(bench: Bench) -> 
     assert bench.side.facts.tokens.per_second(now_ns=bench.now_ns) is None
 
 
+def test_a_learner_that_has_its_parameters_and_makes_no_first_step_is_silent(bench: Bench) -> None:
+    """Its crash before has told the daemon all versions; the supervisor can't tell a hang from a wait there."""
+    bench.side.on_attach(attach(), 3, ())
+    bench.now_ns = 3600 * SECOND
+    for fragment in range(FRAGMENTS):
+        assert bench.side.silence() == "", "it lacks parameters"
+        bench.offer(fragment, 4)
+        bench.side.on_message(OfferApplied(fragment, 4, FragmentPosition(4, 0, 0, 0), 1.0, 0))
+    bench.now_ns += 600 * SECOND
+    assert bench.side.silence() == "", "its first step may compile"
+    bench.now_ns += 120 * SECOND
+    silence = "the learner has reported no step since it attached, and has its parameters for 12 min"
+    assert bench.side.silence() == silence
+    assert bench.side.status is not None
+    placed = replace(attach(pid=8), positions=bench.side.status.positions)
+    bench.side.on_attach(placed, 4, ())
+    assert bench.side.silence() == "", "another life"
+    bench.now_ns += 720 * SECOND
+    assert bench.side.silence() == silence
+    bench.side.on_message(report(1, 100))
+    assert bench.side.silence() == ""
+    assert bench.side.facts.ready_ns == 0
+
+
 def test_the_last_warning_and_a_failure_are_kept_apart(bench: Bench) -> None:
     bench.side.on_attach(attach(), 1, ())
     bench.now_ns = 5 * SECOND

@@ -89,13 +89,21 @@ async def test_the_order_to_finish_can_be_given_up() -> None:
     assert region.orders == 1
 
 
-async def test_a_region_is_started_with_its_program_environment_and_settings(tmp_path: Path) -> None:
-    code = "import os, sys; print(os.environ['SHOWN'], *sys.argv[1:])"
+@pytest.mark.parametrize(("env", "threads"), [({}, "1"), ({"OMP_NUM_THREADS": "3"}, "3")])
+async def test_a_region_is_started_with_its_program_environment_and_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], threads: str
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    code = "import os, sys; print(os.environ['SHOWN'], os.environ['OMP_NUM_THREADS'], *sys.argv[1:])"
     region = RegionProcess("a", 0, tmp_path / "a", program=("-c", code), env={"SHOWN": "yes"}, settings=("x.y=1",))
     await region.start(tmp_path / "run.toml", ["train"])
     assert region.process is not None
     assert await region.process.wait() == 0
-    assert region.last_lines() == f"yes start --region a --config {tmp_path / 'run.toml'} --set x.y=1 -- train"
+    assert (
+        region.last_lines() == f"yes {threads} start --region a --config {tmp_path / 'run.toml'} --set x.y=1 -- train"
+    )
 
 
 async def test_who_does_not_answer_any_more_keeps_only_what_it_last_said(
