@@ -1,4 +1,4 @@
-"""Many regions on few processors: rounds are slow there, and never stop."""
+"""Few processors for many regions, and budgets that fall: rounds are slow there, and never stop."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections import deque
 
 import pytest
 
-from diloco_node.core.events import Event, TimerFired
+from diloco_node.core.events import BudgetChanged, Event, TimerFired
+from diloco_node.core.types import RateLimits
 from diloco_node.lab.sim import setup
 from diloco_node.lab.sim.host import Host
-from diloco_node.lab.sim.world import MS
+from diloco_node.lab.sim.world import MS, SECOND
 from tests.kit.small_world import SEED, Small
 
 pytestmark = pytest.mark.world
@@ -83,3 +84,18 @@ def test_regions_that_share_two_slow_processors_merge_and_seldom_elect(
     # Where the followers send each heartbeat to a leader that reads none, this was one round, and terms that end early.
     assert small.sim.checkers.commits - commits_before >= 3, f"seed {SEED}"
     assert term() - term_before <= 3, f"seed {SEED}"
+
+
+def test_rounds_go_on_after_all_budgets_fell_far_below_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ballots were given up, eight times longer at most than before, while their stripes were still on the way."""
+    small = Small(monkeypatch, 3, ballot_deadline_min_ns=SECOND)
+    small.go(10)
+    commits_before, lowered = small.sim.checkers.commits, 60
+    assert commits_before > 20
+    for link in small.sim.network.links.values():
+        link.rate_bytes_per_s = lowered
+    for host in small.hosts.values():
+        host.post(BudgetChanged(RateLimits(lowered, lowered)))
+    small.go(160)
+    # Two rounds that began at the old rate, and some at the new one, of 40 s each.
+    assert small.sim.checkers.commits - commits_before >= 4, f"seed {SEED}"

@@ -126,15 +126,14 @@ class BallotClock:
         reducers = len({stripe.reducer for stripe in stripes})
         busiest_bytes = (up_bytes * max(1, reducers - 1) + down_bytes * (len(self._context.regions) - 1)) // reducers
         usual_ns = self._usual_ns(fragment)
+        measured = busiest_bytes * NS_PER_S // usual_ns if usual_ns else 0
         return ballot_deadline(
             minimum_ns=self._context.settings.ballot_deadline_min_ns,
             attempt=attempt,
             step_time_ns=believed_step_time_ns(max(step_times, default=0), step_times),
             rtt_ns=max(self._liveness.rtt_ns(name) for name in (*members, *(stripe.reducer for stripe in stripes))),
             transfer_bytes=busiest_bytes,
-            rate_bytes_per_s=busiest_bytes * NS_PER_S // usual_ns
-            if usual_ns
-            else self._reported_rate(members, stripes),
+            rate_bytes_per_s=self._believed_rate(members, stripes, measured),
         )
 
     def first_deadline(
@@ -160,17 +159,19 @@ class BallotClock:
         duration_ns = min(full.duration_ns, self.patience_ns(fragment) << failed_probes // 2)
         return Deadline(duration_ns, f"{duration_ns / NS_PER_S:.3g} s to try who is in doubt, of {full.derivation}")
 
-    def _reported_rate(self, members: tuple[str, ...], stripes: tuple[Stripe, ...]) -> int:
-        """Return one round's part of the slowest reported budget, if that is less than the assumed rate; else 0.
+    def _believed_rate(self, members: tuple[str, ...], stripes: tuple[Stripe, ...], measured: int) -> int:
+        """Return one round's part of the slowest reported budget, if less than the measured or assumed rate; else that.
 
-        A region is believed to be slower than the others by as much as its learner is.
+        A budget may have been lowered since. A region is believed to be slower than the others by as much as its
+        learner is. measured: 0: nothing was; 0 is returned for the assumed rate.
         """
         budgets = [self._liveness.budget(name) for name in {*members, *(stripe.reducer for stripe in stripes)}]
         rounds = self._context.settings.rounds_in_flight_max
-        usual = RATE_UNKNOWN_BYTES_PER_S * rounds
+        ceiling = measured or RATE_UNKNOWN_BYTES_PER_S
+        usual = ceiling * rounds
         rates = sorted(min(budget.egress or usual, budget.ingress or usual) for budget in budgets)
         rate = max(1, max(rates[0], rates[(len(rates) - 1) // 2] // SLOWER_MAX) // rounds)
-        return rate if rate < RATE_UNKNOWN_BYTES_PER_S else 0
+        return rate if rate < ceiling else measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -24,7 +23,12 @@ from diloco_node.numeric import U8
 from diloco_node.storage.durable import DamagedFile
 
 FETCH_SILENCE_S: Final = 30.0
-"""A donor that sends nothing for this long has forgotten us: the core asks another."""
+"""A donor that sends nothing of what we requested for this long has forgotten us: the core asks another."""
+
+TRANSFER_S_MIN: Final = 300.0
+SLOW_BYTES_PER_S: Final = 500_000
+"""A transfer has so many seconds, or its size at so many bytes/s if that is longer. Then the core asks another, too."""
+
 SERVES_MAX: Final = 8
 """Transfers served to peers at once; further ones are refused as busy and requested again."""
 
@@ -34,43 +38,58 @@ SERVES_OF_A_PEER_MAX: Final = 4
 
 @dataclass(slots=True)
 class _Pending:
-    """A fetch under way: what was requested from whom, and the watchdog that ends it."""
+    """A request that its donor has not answered yet. It stands when the core has lost patience: bytes may still come.
+
+    Attributes:
+        is_owed: the core waits for an answer. is_open: the bytes are coming in.
+        overtaken: how often the donor has begun to send something else meanwhile.
+        watchdog: tells the core that it takes too long.
+    """
 
     order: FetchPayload | FetchState
-    watchdog: asyncio.TimerHandle
+    is_owed: bool = True
+    is_open: bool = False
+    overtaken: int = 0
+    watchdog: asyncio.TimerHandle = field(init=False)
 
 
 @dataclass(slots=True, kw_only=True)
 class Fetcher(EffectContext):
-    """Both sides of a fetch. Every order of the core is answered exactly once.
-
-    Attributes:
-        serves: transfers to peers that are being prepared or are on their way.
-    """
+    """Both sides of a fetch. Every order of the core is answered exactly once."""
 
     transport: Transport
     initial: InitialStates
     writes: DiskWrites
-    serves: int = field(default=0, init=False)
-    _serves_of: Counter[str] = field(default_factory=Counter, init=False)
+    _serving: set[tuple[str, PayloadRequested | StateRequested]] = field(default_factory=set, init=False)
     pending: dict[tuple[str, int, bool], _Pending] = field(default_factory=dict, init=False)
+
+    @property
+    def serves(self) -> int:
+        """How many transfers to peers are being prepared or on their way."""
+        return len(self._serving)
 
     def ask(self, order: FetchPayload | FetchState) -> None:
         """Send the request and start the watchdog."""
-        is_payload = isinstance(order, FetchPayload)
-        key = (order.peer, order.fragment, is_payload)
-        if key in self.pending:
-            self._fail(key, "requested again")
-        watchdog = asyncio.get_running_loop().call_later(FETCH_SILENCE_S, self._fail, key, "no answer in time")
-        self.pending[key] = _Pending(order, watchdog)
+        key = (order.peer, order.fragment, isinstance(order, FetchPayload))
+        earlier = self.pending.get(key)
+        if earlier is not None and earlier.is_open and earlier.order == order and not earlier.is_owed:
+            # It took too long, and is on its way still: another request would have all of it sent again.
+            earlier.is_owed = True
+            self._watch(earlier, self._transfer_s(order))
+            return
+        self._end(key, "requested again")
+        ends = [item.watchdog.when() for name, item in self.pending.items() if name[0] == order.peer and item.is_open]
+        busy_s = max((end_s - asyncio.get_running_loop().time() for end_s in ends), default=0.0)
+        self.pending[key] = pending = _Pending(order)
+        pending.watchdog = self._timer(pending, max(0.0, busy_s) + FETCH_SILENCE_S)
         request: PayloadRequested | StateRequested
         if isinstance(order, FetchPayload):
             request = PayloadRequested(order.fragment, order.version, order.digest)
         else:
             request = StateRequested(order.fragment, order.version, order.digest)
-        if not self.transport.send(key[0], request):
+        if not self.transport.send(order.peer, request):
             # The link went down after the core chose this peer: nothing will come, and nothing else would say so.
-            self._fail(key, "no link")
+            self._end(key, "no link")
 
     def on_refusal(self, peer: str, message: Refused) -> None:
         """The peer can't help."""
@@ -78,21 +97,49 @@ class Fetcher(EffectContext):
             key = (peer, message.fragment, is_payload)
             pending = self.pending.get(key)
             if pending is not None and pending.order.version == message.version:
-                self._fail(key, message.reason)
+                self._end(key, message.reason)
 
     def peer_lost(self, peer: str) -> None:
         """The link is down: nothing more will come from there."""
         for key in sorted(key for key in self.pending if key[0] == peer):
-            self._fail(key, "link lost")
+            self._end(key, "link lost")
 
     def expects(self, peer: str, header: Payload | State, raw_bytes: int) -> bool:
         """Whether a transfer that a peer begins is one that was requested, with the size it must have."""
         pending = self.pending.get((peer, header.fragment, isinstance(header, Payload)))
         if pending is None or not self._is_requested(pending.order, header, raw_bytes):
             return False
-        # Progress within the transfer is the transport's to watch (its own floor in bytes/s).
-        pending.watchdog.cancel()
+        pending.is_open = True
+        transfer_s = self._transfer_s(pending.order)
+        self._watch(pending, transfer_s)
+        for request in self._waiting(peer):
+            # A donor sends one after the other. So it has not forgotten these, but a liar must not say so for ever.
+            if request.overtaken < SERVES_OF_A_PEER_MAX:
+                request.overtaken += 1
+                self._watch(request, transfer_s + FETCH_SILENCE_S)
         return True
+
+    def _waiting(self, peer: str) -> list[_Pending]:
+        """Return what the core waits for and the peer has not begun to send."""
+        return [item for key, item in self.pending.items() if key[0] == peer and item.is_owed and not item.is_open]
+
+    def _transfer_s(self, order: FetchPayload | FetchState) -> float:
+        return max(TRANSFER_S_MIN, self._raw_bytes(order) / SLOW_BYTES_PER_S)
+
+    def _watch(self, pending: _Pending, delay_s: float) -> None:
+        pending.watchdog.cancel()
+        pending.watchdog = self._timer(pending, delay_s)
+
+    def _timer(self, pending: _Pending, delay_s: float) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(delay_s, self._on_delay, pending)
+
+    def _on_delay(self, pending: _Pending) -> None:
+        """Let the core ask another. Whoever comes first with all of it has answered."""
+        order = pending.order
+        reason = "too slow; it may still come" if pending.is_open else "no answer in time"
+        if pending.is_owed:
+            pending.is_owed = False
+            self.post(FetchFailed(order.peer, order.fragment, order.version, reason))
 
     def _is_requested(self, order: FetchPayload | FetchState, header: Payload | State, raw_bytes: int) -> bool:
         return (header.version, header.digest, raw_bytes) == (order.version, order.digest, self._raw_bytes(order))
@@ -104,27 +151,38 @@ class Fetcher(EffectContext):
 
     def drop_fetch(self, fragment: int, version: int) -> None:
         """The payload came by itself, as merged stripes: that is the answer, and what the peer sends is not needed."""
-        for key in sorted(self.pending):
-            if key[1:] == (fragment, True) and self.pending[key].order.version == version:
-                self.pending.pop(key).watchdog.cancel()
+        for key, pending in self.pending.items():
+            if key[1:] == (fragment, True) and pending.order.version == version:
+                pending.is_owed = False
 
     async def take_transfer(self, peer: str, header: Payload | State, body: U8, *, is_whole: bool) -> None:
         """Check and store what came; tell the core."""
         key = (peer, header.fragment, isinstance(header, Payload))
         pending = self.pending.get(key)
-        if pending is None or not self._is_requested(pending.order, header, body.nbytes):
+        if pending is None or not pending.is_open or not self._is_requested(pending.order, header, body.nbytes):
             return
+        for request in self._waiting(peer):
+            if request.watchdog.when() > asyncio.get_running_loop().time() + FETCH_SILENCE_S:
+                self._watch(request, FETCH_SILENCE_S)
         if not is_whole:
-            self._fail(key, "the transfer broke off")
+            self._end(key, "the transfer broke off")
             return
         # From here on the answer is this one, whatever becomes of the link: what is being written will be on the disk.
         del self.pending[key]
         pending.watchdog.cancel()
-        if isinstance(header, Payload):
-            assert isinstance(pending.order, FetchPayload)
-            self.post(await self._store_payload(pending.order, body))
+        # Late, it answers for the donor that was asked next.
+        claims = [item for item in (pending, *self.pending.values()) if replace(item.order, peer=peer) == pending.order]
+        claim = next((item for item in claims if item.is_owed), None)
+        if claim is None:
+            return
+        claim.is_owed = False
+        if isinstance(claim.order, FetchPayload):
+            event = await self._store_payload(claim.order, body)
         else:
-            self.post(await self._store_state(pending.order, body))
+            event = await self._store_state(claim.order, body)
+        if isinstance(event, FetchFailed) and claim is not pending:
+            event = replace(event, reason=f"{peer}, asked before, has sent it: {event.reason}")
+        self.post(event)
 
     async def _store_payload(self, order: FetchPayload, body: U8) -> Event:
         blocks = self.parameters.blocks[order.fragment]
@@ -160,22 +218,24 @@ class Fetcher(EffectContext):
             f"the {kind} {order.fragment}.{order.version} of {order.peer}", self.files, write
         )
 
-    def _fail(self, key: tuple[str, int, bool], reason: str) -> None:
+    def _end(self, key: tuple[str, int, bool], reason: str) -> None:
+        """Nothing will come of this request."""
         pending = self.pending.pop(key, None)
-        if pending is None:
-            return
-        pending.watchdog.cancel()
-        self.post(FetchFailed(key[0], key[1], pending.order.version, reason))
+        if pending is not None:
+            pending.watchdog.cancel()
+            if pending.is_owed:
+                self.post(FetchFailed(key[0], key[1], pending.order.version, reason))
 
     def serve(self, peer: str, message: PayloadRequested | StateRequested) -> None:
-        """A peer requests bytes; answer with a transfer or Refused."""
+        """A peer requests bytes; answer with a transfer or Refused. A repeated request is answered by the same."""
+        if (peer, message) in self._serving:
+            return
         if not 0 <= message.fragment < len(self.parameters.versions):
             self.transport.send(peer, Refused(message.fragment, message.version, "unknown"))
-        elif self.serves >= SERVES_MAX or self._serves_of[peer] >= SERVES_OF_A_PEER_MAX:
+        elif self.serves >= SERVES_MAX or [name for name, _ in self._serving].count(peer) >= SERVES_OF_A_PEER_MAX:
             self.transport.send(peer, Refused(message.fragment, message.version, "busy"))
         else:
-            self.serves += 1
-            self._serves_of[peer] += 1
+            self._serving.add((peer, message))
             self.spawn(self._serve(peer, message), f"serve {peer}")
 
     async def _serve(self, peer: str, message: PayloadRequested | StateRequested) -> None:
@@ -197,5 +257,4 @@ class Fetcher(EffectContext):
         except LinkLost:
             pass  # the peer sees the link go too, and asks again when it is back
         finally:
-            self.serves -= 1
-            self._serves_of[peer] -= 1
+            self._serving.discard((peer, message))

@@ -143,6 +143,25 @@ def test_before_anything_was_merged_the_reported_budgets_count_where_they_are_lo
     assert reported.duration_ns > 10 * assumed.duration_ns
 
 
+def test_a_budget_that_was_lowered_counts_more_than_what_was_measured_before() -> None:
+    """Else every ballot is given up before its stripes have come, and none is left to learn from."""
+    world = Neighbourhood()
+    world.all_hear(status(), now_ns=0)
+    manifest = replace(MANIFEST, fragments=(fragment(2**24), *MANIFEST.fragments[1:]))
+    clock = BallotClock(context_of(history_of(), liveness=world.liveness, manifest=manifest))
+    stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4))
+    clock.observe(0, SECOND // 2)
+    measured = clock.deadline(0, ("a", "b"), stripes, attempt=0)
+    rate = 10 * RATE_UNKNOWN_BYTES_PER_S
+    world.liveness.own_budget(RateLimits(100 * rate, 100 * rate))
+    assert clock.deadline(0, ("a", "b"), stripes, attempt=0) == measured, "a ballot does not take all of the line"
+    for lowered in (2 * RATE_UNKNOWN_BYTES_PER_S, 10**6):
+        world.liveness.own_budget(RateLimits(None, lowered))
+        deadline = clock.deadline(0, ("a", "b"), stripes, attempt=0)
+        assert f"at {lowered // SETTINGS.rounds_in_flight_max} bytes/s" in deadline.derivation
+        assert deadline.duration_ns > measured.duration_ns
+
+
 def deadlines_with(rate: int) -> tuple[int, int]:
     """The deadline of a large ballot of three, in ns, before and after one region reports a budget of so many B/s."""
     world = Neighbourhood()

@@ -35,6 +35,7 @@ from tests.kit.node_kit import (
     settle,
     theta_of,
 )
+from tests.kit.waiting import eventually
 
 
 class Bench:
@@ -145,10 +146,35 @@ async def test_silence_is_an_answer_in_the_end(bench: Bench, monkeypatch: pytest
     assert bench.posted == [FetchFailed("b", 0, 1, "no answer in time"), FetchFailed("b", 0, 1, "no answer in time")]
 
 
-async def test_once_a_transfer_has_begun_the_transport_watches_it(bench: Bench) -> None:
+async def test_a_transfer_that_takes_too_long_is_a_failure_and_its_bytes_are_taken_nevertheless(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch_module, "TRANSFER_S_MIN", 0.0)
+    monkeypatch.setattr(fetch_module, "SLOW_BYTES_PER_S", 1e9)
+    header, body = Payload(0, 1, bench.digest), np.frombuffer(bench.body, np.uint8)
     bench.fetcher.ask(bench.payload_order())
-    assert bench.fetcher.expects("b", Payload(0, 1, bench.digest), len(bench.body))
-    assert bench.watchdogs() == 0
+    assert bench.fetcher.expects("b", header, len(bench.body))
+    await eventually(lambda: bench.posted, "the failure")
+    assert bench.posted == [FetchFailed("b", 0, 1, "too slow; it may still come")]
+    bench.fetcher.ask(bench.payload_order("c"))
+    await bench.fetcher.take_transfer("b", header, body, is_whole=True)
+    (_, stored) = bench.posted
+    assert isinstance(stored, PayloadStored)
+    assert await bench.arrive("c", header, bench.body)
+    assert len(bench.posted) == 2, "it is here already"
+
+
+async def test_other_bytes_that_come_late_are_not_said_to_be_of_the_donor_that_was_asked_next(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch_module, "FETCH_SILENCE_S", 0.0)
+    bench.fetcher.ask(bench.payload_order("b"))
+    await settle()
+    monkeypatch.undo()
+    bench.fetcher.ask(bench.payload_order("c"))
+    assert await bench.arrive("b", Payload(0, 1, bench.digest), bytes(len(bench.body)))
+    reason = "b, asked before, has sent it: the payload does not match its digest"
+    assert bench.posted[1:] == [FetchFailed("c", 0, 1, reason)]
 
 
 async def test_a_transfer_that_breaks_off_and_a_lost_link_are_one_failure(bench: Bench) -> None:
@@ -192,9 +218,11 @@ async def test_a_payload_that_came_by_itself_ends_the_fetch_of_it(bench: Bench) 
     """The core counts it as stored: a failure of this fetch later would be taken for one of the next."""
     bench.fetcher.ask(bench.payload_order())
     bench.fetcher.drop_fetch(0, 2)
-    assert bench.watchdogs() == 1
     bench.fetcher.drop_fetch(0, 1)
+    assert await bench.arrive("b", Payload(0, 1, bench.digest), bench.body), "so that its end is seen"
     assert bench.fetcher.pending == {}
+    with pytest.raises(StorageError):
+        bench.store.read_payload(0, 1, bench.digest)
     bench.fetcher.ask(bench.payload_order(version=2))
     assert not await bench.arrive("b", Payload(0, 1, bench.digest), bench.body)
     assert bench.posted == []
@@ -363,20 +391,21 @@ async def test_what_can_not_be_read_just_now_is_not_called_gone(bench: Bench) ->
 
 async def test_a_peer_that_asks_all_the_time_leaves_the_others_their_part(bench: Bench) -> None:
     bench.transport.is_slow = True
-    digest = bench.keep(0)
+    requests = [StateRequested(0, version, bench.keep(version)) for version in range(SERVES_OF_A_PEER_MAX + 1)]
     for _ in range(100):
-        bench.fetcher.serve("c", StateRequested(0, 0, digest))
+        for request in requests:
+            bench.fetcher.serve("c", request)
     await settle(50)
     assert bench.fetcher.serves == SERVES_OF_A_PEER_MAX
-    assert set(bench.transport.sent) == {("c", Refused(0, 0, "busy"))}
-    for _ in range(SERVES_OF_A_PEER_MAX):
-        bench.fetcher.serve("b", StateRequested(0, 0, digest))
+    assert set(bench.transport.sent) == {("c", Refused(0, SERVES_OF_A_PEER_MAX, "busy"))}
+    for request in requests[:-1]:
+        bench.fetcher.serve("b", request)
     await settle(50)
     assert {peer for peer, _ in bench.transport.sent} == {"c"}, "b is served"
     await bench.transport.deliver()
     await bench.tasks.finish()
     assert bench.fetcher.serves == 0
-    bench.fetcher.serve("c", StateRequested(0, 0, digest))
+    bench.fetcher.serve("c", requests[0])
     await settle(50)
     assert bench.fetcher.serves == 1, "and c again, when its own are done"
     await bench.transport.deliver()
