@@ -271,6 +271,8 @@ class RoundLeader:
             self.try_propose(round_, now_ns)
         if self.rounds.get(round_.fragment) is round_ and self._is_timed(round_) and now_ns >= round_.deadline_ns:
             reason = f"deadline passed while it {round_.wait_reason()}"
+            if self._leaves_to_pause(round_, reason, now_ns):
+                return
             is_cut_off = self._judge.judge_late(round_, now_ns=now_ns)
             self.is_in_the_way |= round_.attempt > 0 and is_cut_off
             self._next_ballot(round_, reason, now_ns=now_ns, is_late=True)
@@ -421,6 +423,8 @@ class RoundLeader:
     ) -> None:
         """Try the round again. Contributions keep their names, so that stripes which have arrived are not sent
         again."""
+        if self._leaves_to_pause(round_, reason, now_ns):
+            return
         reachability = self._eligibility.reachability(now_ns=now_ns, exclude=round_.exclusions)
         stripes = stripes or self._stripes(round_.fragment, reachability)
         able, _ = self._eligibility.members(round_.fragment, reachability, now_ns=now_ns, rejections=round_.rejections)
@@ -443,6 +447,13 @@ class RoundLeader:
         self._note("ballot", f"ballot {round_.ballot}: {text}; deadline {round_.deadline.derivation}", round_)
         self._announce(round_)
         self._try_decide(round_, now_ns)
+
+    def _leaves_to_pause(self, round_: OpenRound, reason: str, now_ns: int) -> bool:
+        """Abandon a last round whose members pause, until they go on; whether that is so."""
+        names = self._agenda.pausing_members(round_, now_ns=now_ns)
+        if names:
+            self._abandon(round_, f"{reason}; {', '.join(names)} make no steps", now_ns=now_ns)
+        return bool(names)
 
     def _abandon(self, round_: OpenRound, reason: str, *, now_ns: int) -> None:
         """Give the round up. The fragment stays at its version and is opened again when it can be."""
