@@ -66,6 +66,19 @@ def test_leader_that_dies_while_the_run_ends_is_replaced(patch: pytest.MonkeyPat
     assert len(ended(small)) == 1
 
 
+def test_an_order_outlives_the_region_that_gave_it_and_led(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, regions=3, sync_every=40)
+    small.go(6)
+    dead = small.leader()
+    small.hosts[dead].post(ev.FinishOrdered("enough"))
+    small.sim.run_until(lambda: small.view(small.leader()).is_ending)
+    small.go(0.2)
+    small.hosts[dead].kill_daemon()
+    small.hosts[dead].kill_learner()
+    small.go(20)
+    assert [end.reason for end in finished(small)] == ["enough"]
+
+
 # ---- pauses at the end -----------------------------------------------------------------------------------------------
 
 

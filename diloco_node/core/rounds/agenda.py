@@ -13,7 +13,7 @@ from typing import Final
 
 from diloco_node.core.rounds.ballot import first_duration_ns
 from diloco_node.core.rounds.context import RoundContext
-from diloco_node.core.rounds.eligibility import Eligibility, Reachability
+from diloco_node.core.rounds.eligibility import Eligibility
 from diloco_node.core.rounds.extension import extension
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opener, Opening
@@ -191,9 +191,9 @@ class Agenda:
             further = None if self._is_extending else extension(self._history.finished, self._history.settings)
             self._is_extending |= further is not None
             return further
-        reachability = self._eligibility.reachability(now_ns=now_ns)
-        if self._has_ended(reachability, now_ns):
+        if self.has_ended(now_ns=now_ns):
             return self._next_last(rounds, now_ns)
+        reachability = self._eligibility.reachability(now_ns=now_ns)
         opening = self.opener.choose(reachability, rounds, self._resting, self._eligibility, now_ns=now_ns)
         self.reason, self.wake_at_ns = self.opener.reason, self.opener.wake_at_ns
         if opening is None:
@@ -203,8 +203,9 @@ class Agenda:
             self._effects.note_change("waits", state, self.reason)
         return opening
 
-    def _has_ended(self, reachability: Reachability, now_ns: int) -> bool:
-        if self._ending is None:
+    def has_ended(self, *, now_ns: int) -> bool:
+        """Whether the last rounds are due, or being held; from now on if a limit is reached."""
+        if self._ending is None and self._history.genesis is not None and self._history.finished is None:
             account = self._history.account
             names = self._progress.learners(now_ns=now_ns) if self._progress.has_quorum else []
             reason = end_reason(
@@ -216,7 +217,7 @@ class Agenda:
             )
             if not reason:
                 return False
-            timing = self.opener.timing(reachability)
+            timing = self.opener.timing(self._eligibility.reachability(now_ns=now_ns))
             self._ending = begin_ending(
                 self._history.settings,
                 reason,
@@ -225,7 +226,7 @@ class Agenda:
                 now_ns=now_ns,
             )
             self._effects.note("ending", f"{reason}: one last round per fragment")
-        return True
+        return self._ending is not None
 
     def _next_last(self, rounds: Mapping[int, OpenRound], now_ns: int) -> Step | None:
         """The last rounds: no quorum, no pacing. Rounds that were open before are finished first."""

@@ -108,20 +108,25 @@ class RoundLeader:
         now_ns: int,
         left_out: tuple[LeftOut, ...] = (),
         predecessor: str = "",
+        end_reason: str | None = None,
     ) -> None:
         """Take over in a term.
 
         reopen: rounds (fragment to version) that are known to have been open under an older leader; they were due.
         left_out: by the leader before, as far as is known here. predecessor: it, if it handed leadership to this
-        region.
+        region. end_reason: why the run is to end, if that was ordered.
         """
         self.is_acting, self._is_stale = True, True
         self._book.ballot_ns = self._history.settings.ballot_deadline_min_ns
         self._book.begin(left_out, self._context.regions, predecessor=predecessor, now_ns=now_ns)
         self._term, self._number = term, 0
         self._agenda = self._new_agenda()
+        if end_reason is not None:
+            self._agenda.request_finish(end_reason)
         for name in self._context.regions:
             self.on_status(name, now_ns=now_ns)
+        if self._agenda.has_ended(now_ns=now_ns):
+            return  # what was open comes again as last rounds: an ordinary merge would not be the learners' mean
         for fragment, version in sorted(reopen.items()):
             may_open = len(self.rounds) < self._history.settings.rounds_in_flight_max and self._history.finished is None
             if may_open and version == self._history.versions[fragment] + 1:
@@ -174,6 +179,8 @@ class RoundLeader:
         self._answers.on_commit(body)
         if isinstance(body, SettingsBody):
             self.go_on(now_ns=now_ns)
+        if isinstance(body, ExtendedBody):
+            self._agenda = self._new_agenda()  # an order before it was for the end before
         if not isinstance(body, RoundBody):
             return
         round_ = self.rounds.get(body.fragment)

@@ -88,6 +88,31 @@ def test_operator_ends_the_run_and_a_fragment_without_steps_is_skipped() -> None
     assert list(office.leader.proposals) == [FinishedBody((0, 0), "enough")]
 
 
+def test_a_new_leader_at_the_end_opens_again_as_last_rounds_what_was_open() -> None:
+    for settings, reason in ((replace(SETTINGS, steps_max=20), None), (SETTINGS, "enough")):
+        office = Office(settings)
+        office.report(status(20))
+        office.leader.end()
+        office.leader.begin(4, {0: 1}, now_ns=office.now_ns, end_reason=reason)
+        office.report(status(21))
+        office.go()
+        assert {fragment: round_.is_last for fragment, round_ in office.leader.rounds.items()} == {0: True, 1: True}
+
+
+def test_an_order_before_an_extension_commits_is_not_for_it() -> None:
+    office = Office(replace(SETTINGS, steps_max=400))
+    office.commit(FinishedBody((0, 0), "200 of 200 steps", steps_max=200))
+    office.report(status(200))
+    office.go()
+    extension = office.leader.proposals.popleft()
+    office.leader.request_finish("enough")
+    office.commit(extension)
+    office.report(status(202))
+    office.go()
+    assert not office.leader.is_ending
+    assert not office.leader.rounds[0].is_last
+
+
 def test_members_that_decline_at_once_are_not_asked_again_in_the_same_breath() -> None:
     office = Office()
     office.report(status(2))
