@@ -264,6 +264,8 @@ class RegionCore:
             self._follow_role(now_ns)
             self._genesis.propose()
             self.leader.advance(now_ns=now_ns)
+            if self.leader.is_ending:
+                self.end.believe()  # it has judged by what it knew then: learners that are gone since change nothing
             while self.leader.proposals and self.ledger.is_leader and self._has_payload(self.leader.proposals[0]):
                 self._propose(self.leader.proposals.popleft(), now_ns)
                 is_news = True
@@ -322,7 +324,14 @@ class RegionCore:
             return
         # Everything that older leaders committed is known and applied to the history now.
         reopen, left_out = self.participant.open_versions(), self.participant.left_out
-        self.leader.begin(ledger.term, reopen, now_ns=now_ns, left_out=left_out, predecessor=ledger.offered_by)
+        self.leader.begin(
+            ledger.term,
+            reopen,
+            now_ns=now_ns,
+            left_out=left_out,
+            predecessor=ledger.offered_by,
+            end_reason=self.end.reason,
+        )
 
     def _has_payload(self, body: EntryBody) -> bool:
         """Whether this region's disk can produce what an entry names, and nothing on its way may change that."""
@@ -360,7 +369,7 @@ class RegionCore:
         if bodies := self._losses.bodies():
             self._beat(self._now_ns, only_to=leader)  # a report that bears them out comes first
             self._effects.send_all(self.history.roster.names, msg.DiscardReported(bodies))
-        self.end.ask()
+        self.end.ask(now_ns=self._now_ns)
 
     def _message_arrived(self, event: ev.MessageArrived, now_ns: int) -> None:
         message = event.message

@@ -146,6 +146,7 @@ class LearnerFragments:
         self._last_included: dict[int, int] = {}
         # The own parameters from just before the run's last merges; None until those begin.
         self._own: list[Tensor] | None = None
+        self._ended: set[int] = set()  # fragments that have had a last merge since
         self.revert = RevertCheck(tensors, len(manifest.fragments))
         self._next_snapshot, self._answer = 1, answer  # the number grows over all fragments
         # Counts are of rank 0's process; others have none to make durable.
@@ -386,8 +387,13 @@ class LearnerFragments:
         if version <= position.base_version:
             return OfferApplied(index, position.base_version, position, 1.0, 0, self.slots[index])
         snapshot = self._included(offer)
-        if offer.is_last and self._own is None and self.is_placed:
-            self._own = self.own_vectors()
+        if offer.is_last:
+            if self._own is None and self.is_placed:
+                self._own = self.own_vectors()
+            self._ended.add(index)
+        elif index in self._ended:  # the run goes on: by another leader, or with wider limits
+            self._own = None
+            self._ended.clear()
         plan, kept_steps = self._plan(position, snapshot, version)
         primary = self._owned[index]
         self.revert.before(primary)

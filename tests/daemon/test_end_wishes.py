@@ -12,6 +12,7 @@ from diloco_node.errors import StorageError
 from diloco_node.state_names import WISHES_NAME
 
 LIMITS = (100, 0)
+REMEDY = "order the end again if it is still wanted"
 VOTE = FinishRequested("flat", False)
 ORDER = FinishRequested("\x01" * 1024, True)
 
@@ -69,6 +70,14 @@ def test_a_wish_for_the_end_before_an_extension_is_none_after_it(tmp_path: Path)
     with structlog.testing.capture_logs() as logs:
         assert EndWishes(tmp_path, (200, 0)).last == []
     assert [(line["event"], line["vote"]) for line in logs] == [
-        ("wishes for the end are dropped: run.steps or run.tokens changed since", VOTE.reason)
+        (f"wishes for the end are dropped: run.steps or run.tokens changed since; {REMEDY}", VOTE.reason)
     ]
     assert EndWishes(tmp_path, LIMITS).last == [ORDER, VOTE]
+
+
+def test_a_wish_that_an_earlier_version_has_written_is_dropped_with_the_true_cause(tmp_path: Path) -> None:
+    (tmp_path / WISHES_NAME).write_text('{"vote": "flat"}')
+    with structlog.testing.capture_logs() as logs:
+        assert EndWishes(tmp_path, LIMITS).last == []
+    cause = "an earlier version did not note their limits"
+    assert [line["event"] for line in logs] == [f"wishes for the end are dropped: {cause}; {REMEDY}"]

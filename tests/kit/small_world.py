@@ -141,5 +141,20 @@ class Small:
         for source, target in pairs:
             self.sim.network.mend(source, target)
 
+    def pause(self, name: str, seconds: float, *, at_step: int = 0) -> None:
+        """The learner of a region makes no step for so long, from this step on: it evaluates."""
+        learner, world = self.hosts[name].learner, self.world
+        boundary, ends_ns = learner._boundary, []
+
+        def held() -> None:
+            if learner.step >= at_step and not ends_ns:
+                ends_ns.append(world.now_ns + int(seconds * SECOND))
+            if ends_ns and world.now_ns < ends_ns[0]:
+                world.after(100 * MS, learner.life, held)
+            else:
+                boundary()
+
+        learner._boundary = held
+
     def alarms(self) -> list[Note]:
         return [note for _, note in self.notes if note.is_alarm]

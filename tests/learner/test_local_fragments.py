@@ -77,6 +77,17 @@ def test_own_parameters_are_those_from_before_the_first_of_the_last_merges() -> 
     assert bench.fragments.vector(0).tolist() != ordinary[0], "the model itself went on"
 
 
+def test_own_parameters_are_those_of_the_model_again_when_the_run_goes_on_after_its_last_merges() -> None:
+    bench = Bench(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), fragments=2)
+    bench.offer(0, 0, 1.0)
+    bench.offer(1, 0, 2.0)
+    bench.offer(1, 1, 3.0, is_last=True)
+    bench.offer(0, 1, 4.0)
+    assert [set(own.tolist()) for own in bench.fragments.own_vectors()] == [{1.0}, {2.0}], "a round open before the end"
+    bench.offer(1, 2, 5.0)
+    assert [set(own.tolist()) for own in bench.fragments.own_vectors()] == [{4.0}, {5.0}]
+
+
 def test_included_snapshot_carries_what_came_after_it() -> None:
     bench = Bench(one_value())
     bench.offer(0, 0, 10.0)

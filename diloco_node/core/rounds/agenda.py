@@ -6,14 +6,14 @@ ends by its limits only when a majority of the regions has or had a learner: one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Final
 
 from diloco_node.core.rounds.ballot import first_duration_ns
 from diloco_node.core.rounds.context import RoundContext
-from diloco_node.core.rounds.eligibility import Eligibility, Reachability
+from diloco_node.core.rounds.eligibility import Eligibility
 from diloco_node.core.rounds.extension import extension
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opener, Opening
@@ -32,7 +32,8 @@ GIVE_UP_BALLOTS: Final = 8
 three ballots, each twice as long as the one before, and some time to be ready."""
 
 LAST_WAIT_NS_MAX: Final = 600_000_000_000
-"""Most that a first ballot of a last round, or the time to be ready for it, counts: both go by what regions say."""
+"""Most that a first ballot of a last round, or the time to be ready for it, counts: both go by what regions say. No
+longer do the last rounds wait for learners that evaluate or save: one that hangs looks the same from here."""
 
 SHARE_MIN_PART: Final = 32
 """A run ends by tokens only if the median live learner has at least one 32nd of its fair share of them.
@@ -52,13 +53,20 @@ class Ending:
     Attributes:
         reason: what ended it, in words. pending: fragments whose last round is not committed (or given up).
         ready_by_ns: until then a last round waits for every live learner, afterwards it takes those that can.
+        ready_ns: how long that is. pauses_until_ns: no pause of a learner is waited for after that.
         turns: per fragment, since when its last round could be held, and the longest first ballot of its rounds.
+        waits: per fragment the learners whose pause its last round waits for.
+        excused: fragments whose ballot was abandoned for learners that may have paused, though it is not sure yet.
     """
 
     reason: str
     pending: set[int]
     ready_by_ns: int
+    ready_ns: int
+    pauses_until_ns: int
     turns: dict[int, tuple[int, int]] = field(default_factory=dict)
+    waits: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    excused: set[int] = field(default_factory=set)
 
     def allow(self, fragment: int, *, now_ns: int, ballot_ns: int) -> int:
         """When the fragment's last round is given up. ballot_ns: of a first ballot over the links that there are."""
@@ -66,6 +74,13 @@ class Ending:
         longest_ns = max(longest_ns, min(ballot_ns, LAST_WAIT_NS_MAX))
         self.turns[fragment] = since_ns, longest_ns
         return since_ns + GIVE_UP_BALLOTS * longest_ns
+
+    def put_off(self, fragment: int, learners: tuple[str, ...], *, now_ns: int) -> None:
+        """Wait for the end of a pause; then all have as much time as at the beginning."""
+        self.waits[fragment] = learners
+        self.turns.pop(fragment, None)
+        self.excused.discard(fragment)
+        self.ready_by_ns = now_ns + self.ready_ns
 
 
 def end_reason(
@@ -91,7 +106,7 @@ def end_reason(
 def begin_ending(settings: RunSettings, reason: str, *, fragments: int, step_time_ns: int, now_ns: int) -> Ending:
     """Begin to close the run."""
     ready_ns = max(settings.ballot_deadline_min_ns, min(READY_STEPS * step_time_ns, LAST_WAIT_NS_MAX))
-    return Ending(reason, set(range(fragments)), now_ns + ready_ns)
+    return Ending(reason, set(range(fragments)), now_ns + ready_ns, ready_ns, now_ns + LAST_WAIT_NS_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +160,24 @@ class Agenda:
         self.opener.on_commit(now_ns - round_.opened_at_ns)
         if round_.is_last and self._ending is not None:
             self._ending.pending.discard(round_.fragment)
+            contributions = round_.decision.contributions if round_.decision else ()
+            self._note_unmerged(round_.fragment, {item.learner for item in contributions}, now_ns)
+
+    def pausing_members(self, round_: OpenRound, *, now_ns: int) -> tuple[str, ...]:
+        """Return the members of a last round's ballot that did not contribute, for they make no steps at the moment.
+
+        Their steps would be in no merge: the round is to be opened again when they go on. Once between two pauses a
+        learner is believed to pause before that is sure.
+        """
+        ending, fragment = self._ending, round_.fragment
+        if ending is None or not round_.is_last or fragment not in ending.pending:
+            return ()
+        half_ns = round_.ballot_at_ns + round_.deadline.duration_ns // 2
+        pausing = self._pausing(ending, fragment, now_ns, None if fragment in ending.excused else half_ns)
+        names = tuple(name for name in round_.missing_members() if name in pausing)
+        if names:
+            ending.excused.add(fragment)
+        return names
 
     def next_step(self, rounds: Mapping[int, OpenRound], *, now_ns: int) -> Step | None:
         """Return what to do now; None if something is waited for. rounds: those that are open, by fragment."""
@@ -158,9 +191,9 @@ class Agenda:
             further = None if self._is_extending else extension(self._history.finished, self._history.settings)
             self._is_extending |= further is not None
             return further
-        reachability = self._eligibility.reachability(now_ns=now_ns)
-        if self._has_ended(reachability, now_ns):
+        if self.has_ended(now_ns=now_ns):
             return self._next_last(rounds, now_ns)
+        reachability = self._eligibility.reachability(now_ns=now_ns)
         opening = self.opener.choose(reachability, rounds, self._resting, self._eligibility, now_ns=now_ns)
         self.reason, self.wake_at_ns = self.opener.reason, self.opener.wake_at_ns
         if opening is None:
@@ -170,8 +203,9 @@ class Agenda:
             self._effects.note_change("waits", state, self.reason)
         return opening
 
-    def _has_ended(self, reachability: Reachability, now_ns: int) -> bool:
-        if self._ending is None:
+    def has_ended(self, *, now_ns: int) -> bool:
+        """Whether the last rounds are due, or being held; from now on if a limit is reached."""
+        if self._ending is None and self._history.genesis is not None and self._history.finished is None:
             account = self._history.account
             names = self._progress.learners(now_ns=now_ns) if self._progress.has_quorum else []
             reason = end_reason(
@@ -183,7 +217,7 @@ class Agenda:
             )
             if not reason:
                 return False
-            timing = self.opener.timing(reachability)
+            timing = self.opener.timing(self._eligibility.reachability(now_ns=now_ns))
             self._ending = begin_ending(
                 self._history.settings,
                 reason,
@@ -192,17 +226,21 @@ class Agenda:
                 now_ns=now_ns,
             )
             self._effects.note("ending", f"{reason}: one last round per fragment")
-        return True
+        return self._ending is not None
 
     def _next_last(self, rounds: Mapping[int, OpenRound], now_ns: int) -> Step | None:
         """The last rounds: no quorum, no pacing. Rounds that were open before are finished first."""
         ending = self._ending
         assert ending is not None
+        ending.waits.clear()
         for fragment in sorted(ending.pending):
             step = self._advance_last(ending, fragment, rounds, now_ns)
             if step is not None:
                 return step
-        self.reason = f"ending: last rounds of {len(ending.pending)} fragments to go"
+        names = sorted({name for learners in ending.waits.values() for name in learners})
+        pauses = f"; waits for the learners of {', '.join(names)}, which make no steps: an evaluation?" if names else ""
+        self.reason = f"ending: last rounds of {len(ending.pending)} fragments to go{pauses}"
+        self._effects.note_change("waits", pauses, self.reason)
         if ending.pending or rounds:
             return None
         self._is_finishing = True
@@ -215,6 +253,9 @@ class Agenda:
         round_ = rounds.get(fragment)
         if round_ is None and len(rounds) >= self._history.settings.rounds_in_flight_max:
             return None
+        if round_ is None and (pausing := self._pausing(ending, fragment, now_ns)):
+            ending.put_off(fragment, pausing, now_ns=now_ns)
+            return None
         ballot_ns = self._history.settings.ballot_deadline_min_ns
         if round_ is not None:  # where links are slow it takes minutes, and nothing else merges the last steps
             ballot_ns = max(ballot_ns, first_duration_ns(round_.deadline, round_.attempt))
@@ -223,6 +264,7 @@ class Agenda:
             return self._open_last(ending, fragment, is_over, now_ns)
         if not is_over or round_.is_proposed:
             return None
+        self._note_unmerged(fragment, (), now_ns)
         ending.pending.discard(fragment)
         return GiveUp(fragment)
 
@@ -236,5 +278,18 @@ class Agenda:
         if members and not is_over:
             return Opening(fragment, "the last round", is_last=True)
         self._effects.note("skipped", "no learner contributes to a last round", fragment=fragment)
+        self._note_unmerged(fragment, (), now_ns)
         ending.pending.discard(fragment)
         return None
+
+    def _pausing(self, ending: Ending, fragment: int, now_ns: int, since_ns: int | None = None) -> tuple[str, ...]:
+        if now_ns >= ending.pauses_until_ns:
+            return ()
+        return self._eligibility.pausing(fragment, now_ns=now_ns, max_ns=LAST_WAIT_NS_MAX, since_ns=since_ns)
+
+    def _note_unmerged(self, fragment: int, members: Collection[str], now_ns: int) -> None:
+        """Tell whose last steps the run ends without. members: of the last round."""
+        names = [name for name in self._eligibility.unmerged(fragment, now_ns=now_ns) if name not in members]
+        if names:
+            text = f"the run ends without the last steps of {', '.join(names)}: no contribution to the last round came"
+            self._effects.note("skipped", text, fragment=fragment, is_alarm=True)

@@ -73,10 +73,14 @@ def assess_reachability(
     reachable = tuple(sorted(name for name in regions if liveness.reaches(name, now_ns=now_ns)))
     central = liveness.central_regions(reachable)
     reducers = tuple(name for name in central if name not in exclude) or tuple(central) or (leader,)
-    step_times_ns = [status.step_time_ns for name in regions if (status := liveness.learner(name)) is not None]
+    step_times_ns = _step_times_ns(regions, liveness)
     learners = tuple(name for name in reachable if _steps(name, liveness, step_times_ns, now_ns=now_ns))
     asked = tuple(name for name in learners if name not in left_out)
     return Reachability(reachable, reducers, asked or learners)
+
+
+def _step_times_ns(regions: Sequence[str], liveness: Liveness) -> list[int]:
+    return [status.step_time_ns for name in regions if (status := liveness.learner(name)) is not None]
 
 
 def _steps(region: str, liveness: Liveness, step_times_ns: Sequence[int], *, now_ns: int) -> bool:
@@ -216,6 +220,33 @@ class Eligibility:
             else:
                 members.append(name)
         return tuple(members), tuple(ineligible)
+
+    def unmerged(self, fragment: int, *, now_ns: int) -> tuple[str, ...]:
+        """Find the reachable regions whose learner has steps that no version includes, whether or not it makes more."""
+        names = (name for name in self._context.regions if self._liveness.reaches(name, now_ns=now_ns))
+        return tuple(name for name in names if name != self.region_to_remove and self._has_unmerged(name, fragment))
+
+    def _has_unmerged(self, region: str, fragment: int) -> bool:
+        status = self._liveness.learner(region)
+        if status is None or status.finished or status.incarnation < self.incarnation_min(region):
+            return False
+        covered_step = self._history.covered_step(region, status.incarnation, fragment)
+        return status.positions[fragment].base_version >= 0 and status.step > covered_step
+
+    def pausing(self, fragment: int, *, now_ns: int, max_ns: int, since_ns: int | None = None) -> tuple[str, ...]:
+        """Find those of `unmerged` that make no steps for now, but did within `max_ns`: they evaluate or save.
+
+        since_ns: without a step since then they pause; None: since they count as stalled.
+        """
+        step_times_ns, names = _step_times_ns(self._context.regions, self._liveness), []
+        for name in self.unmerged(fragment, now_ns=now_ns):
+            status, stepped_at_ns = self._liveness.learner(name), self._liveness.stepped_at_ns(name)
+            if status is None or status.leaving:
+                continue  # it makes no further step, and takes part all the same
+            is_still = not _steps(name, self._liveness, step_times_ns, now_ns=now_ns)
+            if stepped_at_ns is not None and now_ns - stepped_at_ns <= max_ns:
+                names += [name] if is_still or (since_ns is not None and stepped_at_ns < since_ns) else []
+        return tuple(names)
 
     def _fault(self, region: str, fragment: int, now_ns: int) -> str:
         status = self._liveness.learner(region)

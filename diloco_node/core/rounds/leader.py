@@ -108,20 +108,25 @@ class RoundLeader:
         now_ns: int,
         left_out: tuple[LeftOut, ...] = (),
         predecessor: str = "",
+        end_reason: str | None = None,
     ) -> None:
         """Take over in a term.
 
         reopen: rounds (fragment to version) that are known to have been open under an older leader; they were due.
         left_out: by the leader before, as far as is known here. predecessor: it, if it handed leadership to this
-        region.
+        region. end_reason: why the run is to end, if that was ordered.
         """
         self.is_acting, self._is_stale = True, True
         self._book.ballot_ns = self._history.settings.ballot_deadline_min_ns
         self._book.begin(left_out, self._context.regions, predecessor=predecessor, now_ns=now_ns)
         self._term, self._number = term, 0
         self._agenda = self._new_agenda()
+        if end_reason is not None:
+            self._agenda.request_finish(end_reason)
         for name in self._context.regions:
             self.on_status(name, now_ns=now_ns)
+        if self._agenda.has_ended(now_ns=now_ns):
+            return  # what was open comes again as last rounds: an ordinary merge would not be the learners' mean
         for fragment, version in sorted(reopen.items()):
             may_open = len(self.rounds) < self._history.settings.rounds_in_flight_max and self._history.finished is None
             if may_open and version == self._history.versions[fragment] + 1:
@@ -174,6 +179,8 @@ class RoundLeader:
         self._answers.on_commit(body)
         if isinstance(body, SettingsBody):
             self.go_on(now_ns=now_ns)
+        if isinstance(body, ExtendedBody):
+            self._agenda = self._new_agenda()  # an order before it was for the end before
         if not isinstance(body, RoundBody):
             return
         round_ = self.rounds.get(body.fragment)
@@ -271,6 +278,8 @@ class RoundLeader:
             self.try_propose(round_, now_ns)
         if self.rounds.get(round_.fragment) is round_ and self._is_timed(round_) and now_ns >= round_.deadline_ns:
             reason = f"deadline passed while it {round_.wait_reason()}"
+            if self._leaves_to_pause(round_, reason, now_ns):
+                return
             is_cut_off = self._judge.judge_late(round_, now_ns=now_ns)
             self.is_in_the_way |= round_.attempt > 0 and is_cut_off
             self._next_ballot(round_, reason, now_ns=now_ns, is_late=True)
@@ -421,6 +430,8 @@ class RoundLeader:
     ) -> None:
         """Try the round again. Contributions keep their names, so that stripes which have arrived are not sent
         again."""
+        if self._leaves_to_pause(round_, reason, now_ns):
+            return
         reachability = self._eligibility.reachability(now_ns=now_ns, exclude=round_.exclusions)
         stripes = stripes or self._stripes(round_.fragment, reachability)
         able, _ = self._eligibility.members(round_.fragment, reachability, now_ns=now_ns, rejections=round_.rejections)
@@ -443,6 +454,13 @@ class RoundLeader:
         self._note("ballot", f"ballot {round_.ballot}: {text}; deadline {round_.deadline.derivation}", round_)
         self._announce(round_)
         self._try_decide(round_, now_ns)
+
+    def _leaves_to_pause(self, round_: OpenRound, reason: str, now_ns: int) -> bool:
+        """Abandon a last round whose members pause, until they go on; whether that is so."""
+        names = self._agenda.pausing_members(round_, now_ns=now_ns)
+        if names:
+            self._abandon(round_, f"{reason}; {', '.join(names)} make no steps", now_ns=now_ns)
+        return bool(names)
 
     def _abandon(self, round_: OpenRound, reason: str, *, now_ns: int) -> None:
         """Give the round up. The fragment stays at its version and is opened again when it can be."""

@@ -64,6 +64,7 @@ class OpenRound:
             payload is not audited.
         projections: per member what it told of its contribution, in the windows of an audited payload.
         own_rows: by windows, this region's projections of all contributions. projecting: windows they are asked for in.
+        audit_lack: what of the audit is on its way, once a majority and the leader have the payload; empty: nothing.
         question: the ballot before, if its norms did not add up.
         trials: suspects, each with the role in which this ballot tries it.
         renamers: members that gave their contribution another name in this round.
@@ -97,6 +98,7 @@ class OpenRound:
     projections: dict[str, tuple[float, ...]] = field(default_factory=dict)
     own_rows: dict[tuple[Window, ...], tuple[tuple[float, ...], ...]] = field(default_factory=dict)
     projecting: set[tuple[Window, ...]] = field(default_factory=set)
+    audit_lack: str = ""
     question: QuestionedBallot | None = None
     trials: tuple[tuple[str, BallotRole], ...] = ()
     renamers: set[str] = field(default_factory=set)
@@ -116,7 +118,7 @@ class OpenRound:
         self.attempt += 1
         self.contributions = contributions
         self.refusals, self.receipts, self.reports, self.holders, self.merged_digests = {}, {}, {}, {}, {}
-        self.draws, self.nonces, self.windows = {}, (), ()
+        self.draws, self.nonces, self.windows, self.audit_lack = {}, (), (), ""
         self.checked, self.projections, self.own_rows, self.projecting = set(), {}, {}, set()
         self.decision, self.numbers, self.judged, self.trials, self.held_since_ns = None, None, None, (), None
 
@@ -264,7 +266,10 @@ class OpenRound:
             late = self._late_contributors()
             on_the_way = f", stripes of {', '.join(late)} are on their way" if late else ""
             return f"waits for merged stripes of {', '.join(self.late_reducers())}{on_the_way}"
-        return f"waits until a majority has the payload on disk; so far {', '.join(sorted(self.holders)) or 'nobody'}"
+        if self.audit_lack:
+            return f"waits for {self.audit_lack}, to audit the payload"
+        names = ", ".join(sorted(self.holders)) or "nobody"
+        return f"waits until a majority and the leader have the payload on disk; so far {names}"
 
     def report_fault(self, peer: str, report: ReductionReported, pieces: int) -> str:
         """Return why a reducer's report is unusable; empty if it is fine."""

@@ -99,16 +99,23 @@ class PayloadAudit:
     ) -> bool:
         """Whether something of the audit of a payload is on its way, from members that are there. All rows get three
         quarters of the ballot's time. Asked for a payload that a majority and this region have."""
+        round_.audit_lack = self._lack(round_, projection, is_there, now_ns=now_ns)
+        return bool(round_.audit_lack)
+
+    def _lack(self, round_: OpenRound, projection: Projection, is_there: Callable[[str], bool], *, now_ns: int) -> str:
         if self._to_project(round_):
-            return True
+            return f"{self._region}'s own projections of the contributions"
         assert round_.decision is not None
         is_late = 4 * (now_ns - round_.ballot_at_ns) >= 3 * round_.deadline.duration_ns
         windows = round_.windows
         if is_late or not windows:
-            return self._is_on and not round_.nonces
+            is_drawn = bool(round_.nonces) or not self._is_on
+            return "" if is_drawn else f"the nonce of {drawer_of(round_.announcement, self._region)}"
         names = {contribution.learner for contribution in round_.decision.contributions} - round_.projections.keys()
-        is_row_missing = not self._is_projected(round_, windows) and any(map(is_there, names))
-        return is_row_missing or len(projection.sums) != len(windows)
+        late = sorted(filter(is_there, names))
+        if late and not self._is_projected(round_, windows):
+            return f"projections of {', '.join(late)}"
+        return "" if len(projection.sums) == len(windows) else f"{self._region}'s projection of it"
 
     def question(self, round_: OpenRound, projection: Projection, *, now_ns: int) -> str:
         """Judge a question of the ballot before, then compare the payload's projection by this region, if any, with the

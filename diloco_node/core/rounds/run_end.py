@@ -27,10 +27,16 @@ NEAR_END: Final = 0.9
 
 
 class RunEnd:
-    """Wishes and votes for the run's end. is_final: every fragment is at its final version and written."""
+    """Wishes and votes for the run's end.
+
+    Attributes:
+        is_final: every fragment is at its final version and written.
+        reason: why the run is to end, once an order or enough votes came here; it lasts until the run is extended.
+    """
 
     def __init__(self, context: RoundContext, versions: Versions, progress: RunProgress) -> None:
         self.is_final = False
+        self.reason: str | None = None
         self._progress, self._context = progress, context
         self._is_believed = False
         # Of this region, what `ask` repeats: its operator's order, its script's vote; None: there is none.
@@ -40,8 +46,6 @@ class RunEnd:
         self._incarnation = 0
         # By region its script's reason, and when it was last heard.
         self._votes: dict[str, tuple[str, int]] = {}
-        # Why the run is to end, once an order or enough votes came here; never taken back.
-        self._reason: str | None = None
         self._region, self._history = context.region, context.history
         self._liveness, self._effects = context.liveness, context.effects
         self._versions = versions
@@ -55,8 +59,13 @@ class RunEnd:
         else:
             self._vote = request
 
-    def ask(self) -> None:
-        """Pass the own order and vote on to all regions, this one too; repeated, for a message may be lost."""
+    def ask(self, *, now_ns: int) -> None:
+        """Pass the own order and vote on to all regions, this one too; repeated, for a message may be lost.
+
+        The run's position is looked at as often: who was at its end believes that when a learner is gone since.
+        """
+        if not self._is_believed and self._progress.has_quorum:
+            self._is_believed = (self._progress.position(now_ns=now_ns).part or 0.0) >= NEAR_END
         for request in self.wishes if self._history.finished is None else ():
             self._effects.send_all(self._context.regions, request)
 
@@ -74,17 +83,20 @@ class RunEnd:
                 self._vote = wish
 
     def take(self, region: str, request: FinishRequested, *, now_ns: int) -> str | None:
-        """Take a region's order or vote. Returns the reason to end the run with; None: more votes are needed."""
+        """Take a region's order or vote. Returns the reason to end the run with; None: more votes are needed, or it is
+        over."""
+        if self._history.finished is not None:
+            return None  # one for its extension comes again after that
         if request.is_order:
-            self._reason = self._reason or request.reason
-            return self._reason
+            self.reason = self.reason or request.reason
+            return self.reason
         if region not in self._votes:
             self._effects.note("finish", f"{region}'s script wants the run to end: {request.reason}")
         self._votes[region] = (request.reason, now_ns)
         votes = self._present_votes(now_ns)
         if 2 * len(votes) > len(self._context.regions):
-            self._reason = self._reason or "; ".join(dict.fromkeys(votes.values()))
-        return self._reason
+            self.reason = self.reason or "; ".join(dict.fromkeys(votes.values()))
+        return self.reason
 
     def _present_votes(self, now_ns: int) -> dict[str, str]:
         """By region, sorted, the reasons that are still repeated."""
@@ -94,7 +106,7 @@ class RunEnd:
 
     def waiting(self, leader: str, *, now_ns: int) -> str:
         """Return what the end waits for, in words; empty while nobody wants it and this region is not at it."""
-        if self._history.finished is not None or self._reason is not None:
+        if self._history.finished is not None or self.reason is not None:
             return ""
         if reason := self.unclosed_end(leader, now_ns=now_ns):
             return reason
@@ -126,23 +138,23 @@ class RunEnd:
         if self._is_believed or not is_end(body):
             return ""
         progress = self._progress.position(now_ns=now_ns).part
-        self._is_believed = self._reason is not None or (progress is not None and progress >= NEAR_END)
+        self._is_believed = self.reason is not None or (progress is not None and progress >= NEAR_END)
         if self._is_believed:
             return ""
         extent = "a run without a limit" if progress is None else f"{progress:.0%} of the run"
         return f"it ends {extent}, and no operator's order came here, nor votes of a majority"
 
     def believe(self) -> None:
-        """A majority has committed the end."""
+        """A majority has committed the end, or this region leads and has begun it."""
         self._is_believed = True
 
     def on_commit(self, body: EntryBody) -> None:
         """Let go of the wishes at the end, and begin anew when the run is extended."""
-        if isinstance(body, FinishedBody):
+        if isinstance(body, FinishedBody) and lasting_end(body, self._history.settings) is not None:
             self._order = self._vote = None
         if isinstance(body, ExtendedBody):  # wishes that came since the end are for this one
             self.is_final = self._is_writing = self._is_believed = False
-            self._reason = None
+            self.reason = None
             self._votes.clear()
             self._effects.note(
                 "extended", f"the run goes on: steps {body.steps_max}, tokens {body.tokens_max}; 0: no limit"

@@ -347,7 +347,9 @@ def test_waiting_reason_names_what_is_missing() -> None:
     round_.receipts = {"a": dict.fromkeys(range(3), (1, 1))}
     assert round_.wait_reason() == "waits for merged stripes of a, b, c, stripes of c are on their way"
     round_.reports = {stripe: report(stripe, 1.0, 1.0, 1.0) for stripe in range(3)}
-    assert round_.wait_reason() == "waits until a majority has the payload on disk; so far nobody"
+    assert round_.wait_reason() == "waits until a majority and the leader have the payload on disk; so far nobody"
+    round_.audit_lack = "the nonce of b"
+    assert round_.wait_reason() == "waits for the nonce of b, to audit the payload"
     round_.is_proposed = True
     assert round_.wait_reason() == "waits for its ledger entry to commit"
 

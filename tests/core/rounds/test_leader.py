@@ -144,6 +144,7 @@ def test_a_drawer_gets_half_of_the_ballots_time_to_tell_its_nonce_of_this_very_p
         assert not office.leader.proposals
         office.report(DUE)
         office.go(round_.deadline.duration_ns // 8)
+        assert round_.nonces or round_.wait_reason() == f"waits for the nonce of {drawer}, to audit the payload"
     # By the leader's nonce alone this payload may be audited: then rows are waited for.
     assert round_.nonces == (nonce_of(b"a", round_.ballot),)
 

@@ -1,6 +1,7 @@
 """The end of the run, as the leader of rounds brings it about."""
 
 from dataclasses import replace
+from functools import partial
 
 from diloco_node.core.messages import (
     Contributed,
@@ -87,6 +88,31 @@ def test_operator_ends_the_run_and_a_fragment_without_steps_is_skipped() -> None
     assert list(office.leader.proposals) == [FinishedBody((0, 0), "enough")]
 
 
+def test_a_new_leader_at_the_end_opens_again_as_last_rounds_what_was_open() -> None:
+    for settings, reason in ((replace(SETTINGS, steps_max=20), None), (SETTINGS, "enough")):
+        office = Office(settings)
+        office.report(status(20))
+        office.leader.end()
+        office.leader.begin(4, {0: 1}, now_ns=office.now_ns, end_reason=reason)
+        office.report(status(21))
+        office.go()
+        assert {fragment: round_.is_last for fragment, round_ in office.leader.rounds.items()} == {0: True, 1: True}
+
+
+def test_an_order_before_an_extension_commits_is_not_for_it() -> None:
+    office = Office(replace(SETTINGS, steps_max=400))
+    office.commit(FinishedBody((0, 0), "200 of 200 steps", steps_max=200))
+    office.report(status(200))
+    office.go()
+    extension = office.leader.proposals.popleft()
+    office.leader.request_finish("enough")
+    office.commit(extension)
+    office.report(status(202))
+    office.go()
+    assert not office.leader.is_ending
+    assert not office.leader.rounds[0].is_last
+
+
 def test_members_that_decline_at_once_are_not_asked_again_in_the_same_breath() -> None:
     office = Office()
     office.report(status(2))
@@ -122,7 +148,7 @@ def test_the_run_ends_without_a_round_that_nobody_brings_to_an_end() -> None:
     begun_ns, allowed_ns = office.now_ns, GIVE_UP_BALLOTS * SETTINGS.ballot_deadline_min_ns
     while not office.leader.proposals:
         assert office.now_ns - begun_ns < 2 * allowed_ns
-        office.report(DUE)
+        office.report(status(4 + (office.now_ns - begun_ns) // SECOND))
         for again in ballots(office.go(SETTINGS.heartbeat_ns)):
             if again.fragment == 0:
                 office.contribute(again)
@@ -131,7 +157,7 @@ def test_the_run_ends_without_a_round_that_nobody_brings_to_an_end() -> None:
     assert office.leader.rounds == {}
     assert office.now_ns - begun_ns >= allowed_ns
     given_up = [note.fragment for note in office.notes if "the run ends without this round" in note.text]
-    assert given_up == [0]
+    assert given_up == [0, 1], "nobody contributes to the other one"
     office.go(SETTINGS.heartbeat_ns)
     assert len(office.leader.proposals) == 1, "once"
 
@@ -154,3 +180,24 @@ def test_the_last_round_of_slow_learners_has_the_time_that_it_takes() -> None:
     office.report(slow)
     office.go()
     assert list(office.leader.proposals) == [FinishedBody((1, 1), "enough")]
+
+
+def test_a_learner_that_pauses_is_waited_for_before_it_is_sure_that_it_pauses_and_one_that_steps_is_not() -> None:
+    slow = partial(replace, step_time_ns=SECOND)
+    for is_stepping in (False, True):
+        office = Office(replace(SETTINGS, steps_max=20))
+        office.report(slow(status(20)))
+        office.go()
+        begun_ns, members = office.now_ns, set()
+        for _ in range(100):
+            step = 20 + (office.now_ns - begun_ns) // SECOND
+            office.report(slow(status(step)), ("a", "c"))
+            office.report(slow(status(step if is_stepping else 20)), ("b",))
+            for announcement in ballots(office.go(SETTINGS.heartbeat_ns)):
+                members.add(announcement.members)
+                office.contribute(announcement, ("a", "c"))
+        assert (("a", "c") in members) is is_stepping
+        assert office.leader.rounds.keys() == (set(range(2)) if is_stepping else set())
+        office.report(slow(status(step + 1)))
+        office.go(SETTINGS.heartbeat_ns)
+        assert is_stepping or [round_.members for round_ in office.leader.rounds.values()] == [REGIONS, REGIONS]

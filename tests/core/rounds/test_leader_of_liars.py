@@ -132,6 +132,7 @@ def due_audit(office: Office) -> BallotOpened:
         office.answer(name, ContributionProjected(announcement.ballot, (0.0,) * windows))
     assert ballots(office.go()) == []
     assert not office.leader.proposals, "the row of c may be on its way"
+    assert round_.wait_reason() == "waits for projections of c, to audit the payload"
     return announcement
 
 

@@ -51,7 +51,7 @@ class Bench:
 
     def asked(self) -> list[Any]:
         """What is passed on: messages to others, and to this region itself."""
-        self.end.ask()
+        self.end.ask(now_ns=0)
         sent = [effect.message for effect in self.effects.take() if isinstance(effect, Send)]
         local = [*self.effects.local]
         self.effects.local.clear()
@@ -198,3 +198,25 @@ def test_an_order_between_an_end_and_its_extension_is_for_the_extension() -> Non
     bench.end.on_commit(ExtendedBody(500, 0))
     bench.effects.take()
     assert {request.reason for request in bench.asked()} == {"enough"}
+
+
+def test_an_order_before_a_region_knows_the_old_end_is_for_the_extension_and_ends_nothing_before_it() -> None:
+    bench, end = Bench(replace(SETTINGS, steps_max=500)), FinishedBody((0, 0), FLAT, steps_max=200)
+    bench.end.want("enough", is_order=True)
+    bench.history.finished = end
+    bench.end.on_commit(end)
+    assert bench.hear("a", *"bc", request=FinishRequested("enough")) is None
+    bench.history.finished = None
+    bench.end.on_commit(ExtendedBody(500, 0))
+    assert bench.end.reason is None
+    bench.effects.take()
+    assert bench.hear("a", request=bench.asked()[0]) == "enough"
+
+
+def test_a_region_that_saw_the_run_at_its_end_believes_it_when_a_learner_is_gone_since() -> None:
+    bench = Bench(steps=200, regions=REGIONS[:2])
+    body = committed_round(0, 1, [contribution("b", steps=(0, 150))])
+    bench.history.account.take(Entry(2, 1, b"", body, b""))
+    bench.end.ask(now_ns=0)
+    bench.near.hear("b", None, now_ns=1)
+    assert bench.end.doubt(FinishedBody((0, 0), "200 of 200 steps"), now_ns=1) == ""
