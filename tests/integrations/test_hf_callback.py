@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,19 @@ def test_a_trainer_that_goes_on_from_its_checkpoint_takes_the_runs_parameters(fo
     assert seen.first["moments"]
     assert seen.first["schedule"] == 2
     assert callback.diloco.steps == 2
+
+
+def test_a_trainer_goes_on_from_its_checkpoint_with_a_stream_that_has_no_length(folder: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            return iter([Rows()[at] for at in range(ROWS)])
+
+    for resume in (False, str(folder / "out" / "checkpoint-2")):
+        trainer, callback, _ = hf_trainer(folder, save_strategy="steps", save_steps=2, gradient_accumulation_steps=3)
+        trainer.train_dataset = Stream()
+        with FakeDaemon(folder):
+            trainer.train(resume_from_checkpoint=resume)
+        assert callback._data.state_dict()["batch"] == 4 * 3
 
 
 def test_a_trainer_that_is_started_again_has_moments_and_schedule(folder: Path) -> None:

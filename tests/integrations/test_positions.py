@@ -31,11 +31,14 @@ LAST_STEP = 3
 
 
 class Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __init__(self, rows: int = ROWS) -> None:
+        self.rows = rows
+
     def __len__(self) -> int:
-        return ROWS
+        return self.rows
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if index >= ROWS:
+        if index >= self.rows:
             raise IndexError(index)  # the end, for who iterates
         return {"input_ids": torch.tensor([index])}
 
@@ -157,6 +160,24 @@ def test_a_trainer_of_shards_that_is_killed_trains_again_what_is_in_no_merge(fol
             early, late = hf_life(folder, LAST_STEP, loader=shard_loader(workers))
         assert early + late == own_line(len(early + late))
     assert {row for batch in early + late for row in batch} <= set(HERE.own) & set(range(ROWS))
+
+
+@pytest.mark.parametrize("is_its_own_loader", [True, False])
+def test_a_trainer_whose_data_are_restored_at_their_end_begins_the_next_epoch(
+    folder: Path, *, is_its_own_loader: bool
+) -> None:
+    """Killed in the evaluation after an epoch, or given fewer rows: the Trainer would stop, as if all were trained."""
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def life(steps: int, rows: int) -> list[list[int]]:
+        loader = loaders.StatefulDataLoader(Numbers(rows), batch_size=BATCH)
+        with FakeDaemon(folder):
+            early, late = hf_life(folder, steps, dataset=Numbers(rows), loader=None if is_its_own_loader else loader)
+        return early + late
+
+    life(12 if not is_its_own_loader else 9, ROWS)
+    rows = 20 if is_its_own_loader else ROWS
+    assert sorted(itertools.chain(*life(rows // BATCH, rows))) == list(range(rows // BATCH * BATCH))
 
 
 def test_a_trainer_whose_data_have_no_position_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
