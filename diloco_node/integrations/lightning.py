@@ -6,8 +6,8 @@
 The run's end stops the trainer. After a restart parameters come from the run. Optimizer, schedules, gradient scaler and
 the number of the epoch come from the learner's checkpoint, the position in the data too where the loader has one
 (torchdata's `StatefulDataLoader`, `EndlessLoader`). A warning says where it has none. The epoch then ends at the batch
-at which it would have; an evaluation at its end that was cut off is not made again. Of a loader without a length
-Lightning reads a batch ahead, which a restart passes over.
+at which it would have; an evaluation at its end that was cut off is not made again. Lightning reads a batch ahead of
+a loader without a length, which a restart passes over.
 The trainer saves the merged parameters, in mid-run too.
 """
 
