@@ -58,12 +58,18 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Join the run: the model gets its parameters.
 
-        Raises LearnerError: a launcher has started several ranks, and the trainer trains each of them by itself.
+        Raises LearnerError: a launcher has started several ranks, and the trainer trains each of them by itself; or it
+            would spread a batch over several GPUs.
         """
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and args.parallel_mode != ParallelMode.DISTRIBUTED:
             raise LearnerError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the Trainer is {args.parallel_mode.value}: each rank "
                 "would train a model of its own. On a CPU, give TrainingArguments(use_cpu=True)"
+            )
+        if args.n_gpu > 1:
+            raise LearnerError(
+                f"the Trainer has {args.n_gpu} GPUs in one process, and their tokens can't be counted: start it by "
+                "torchrun, with a process for each GPU, or give it one GPU by CUDA_VISIBLE_DEVICES"
             )
         if args.load_best_model_at_end:
             log.warning(

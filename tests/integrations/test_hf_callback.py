@@ -188,6 +188,13 @@ def test_ranks_that_the_trainer_does_not_bring_together_are_refused(
         trainer.train()
 
 
+def test_a_trainer_that_spreads_a_batch_over_gpus_is_refused(folder: Path) -> None:
+    trainer, callback, _ = hf_trainer(folder)
+    trainer.args._n_gpu = 2
+    with pytest.raises(LearnerError, match=r"the Trainer has 2 GPUs in one process.*torchrun"):
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+
+
 def test_a_trainers_evaluations_and_saves_are_pauses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, _, _ = hf_trainer(
         folder, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, eval_on_start=False
