@@ -14,6 +14,7 @@ from typing import Any
 
 from torchtitan.config import JobConfig
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
+from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer, main
 
 import diloco_node
@@ -43,7 +44,17 @@ def own_part(build: Callable[..., Any]) -> Callable[..., Any]:
     index, count = diloco_node.place()
 
     def build_own(*, dp_world_size: int, dp_rank: int, **options: Any) -> Any:
-        return build(dp_world_size=count * dp_world_size, dp_rank=index * dp_world_size + dp_rank, **options)
+        loader = build(dp_world_size=count * dp_world_size, dp_rank=index * dp_world_size + dp_rank, **options)
+        load = loader.load_state_dict
+
+        def load_same_part(state: dict[str, Any]) -> None:
+            if state.get("world_size", count * dp_world_size) == count * dp_world_size:
+                load(state)
+            else:  # torchtitan fails with that
+                logger.warning("the regions or their ranks are more or fewer than before: the text is begun anew")
+
+        loader.load_state_dict = load_same_part
+        return loader
 
     return build_own
 

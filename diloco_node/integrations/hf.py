@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import has_length
 from transformers.training_args import ParallelMode
 
 from diloco_node.errors import LearnerError
@@ -57,12 +58,18 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Join the run: the model gets its parameters.
 
-        Raises LearnerError: a launcher has started several ranks, and the trainer trains each of them by itself.
+        Raises LearnerError: a launcher has started several ranks, and the trainer trains each of them by itself; or it
+            would spread a batch over several GPUs.
         """
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and args.parallel_mode != ParallelMode.DISTRIBUTED:
             raise LearnerError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the Trainer is {args.parallel_mode.value}: each rank "
                 "would train a model of its own. On a CPU, give TrainingArguments(use_cpu=True)"
+            )
+        if args.n_gpu > 1:
+            raise LearnerError(
+                f"the Trainer has {args.n_gpu} GPUs in one process, and their tokens can't be counted: start it by "
+                "torchrun, with a process for each GPU, or give it one GPU by CUDA_VISIBLE_DEVICES"
             )
         if args.load_best_model_at_end:
             log.warning(
@@ -74,7 +81,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         self._leave(LearnerError("train() was called again"))
         stateful = {"lr_scheduler": context["lr_scheduler"]} if context.get("lr_scheduler") is not None else {}
         stateful |= self._options.get("stateful", {})
-        self._data, self._epochs = self._position(context.get("train_dataloader"), state, stateful), 0
+        self._data, self._epochs = self._position(args, state, context.get("train_dataloader"), stateful), 0
         self.diloco = attach(
             context["model"], context["optimizer"], step="auto", **{**self._options, "stateful": stateful}
         )
@@ -82,7 +89,9 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         self._hook_before, sys.excepthook = sys.excepthook, self._failed
         self._stop(control)
 
-    def _position(self, loader: Any, state: TrainerState, stateful: dict[str, Any]) -> PreparedLoader | None:
+    def _position(
+        self, args: TrainingArguments, state: TrainerState, loader: Any, stateful: dict[str, Any]
+    ) -> PreparedLoader | None:
         """Add to `stateful` what knows the position in the data, unless it has that already."""
         if "data" in stateful or any(component is loader for component in stateful.values()):
             return None
@@ -94,7 +103,9 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         except LearnerError as error:
             log.warning("each start of this learner begins its data anew: %s", error)
             return None
-        if state.global_step:  # from the Trainer's own checkpoint, with which it goes on by itself
+        if state.global_step and not has_length(loader):
+            data.place(0, state.global_step * args.gradient_accumulation_steps)
+        elif state.global_step:  # from the Trainer's own checkpoint, with which it goes on by itself
             share = (state.epoch or 0.0) % 1
             data.place(int(state.epoch or 0), round(share * len(loader)) if share else 0)
         return data
@@ -117,7 +128,12 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         self._stop(control)
         self._pause_for(control)
 
-    on_epoch_end = on_step_end
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **context: Any) -> None:
+        """Do the same; and go on where the data were restored at their end: no batch in an epoch stops the Trainer."""
+        if self._epochs == 1 and self.diloco is not None and not self.diloco.steps:
+            control.should_training_stop = False
+        self._stop(control)
+        self._pause_for(control)
 
     def on_prediction_step(self, *_: Any, **context: Any) -> None:
         """Announce an evaluation that another callback, or the program, has begun."""

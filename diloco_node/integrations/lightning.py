@@ -5,7 +5,9 @@
 
 The run's end stops the trainer. After a restart parameters come from the run. Optimizer, schedules, gradient scaler and
 the number of the epoch come from the learner's checkpoint, the position in the data too where the loader has one
-(torchdata's `StatefulDataLoader`, `EndlessLoader`). A warning says where it has none.
+(torchdata's `StatefulDataLoader`, `EndlessLoader`). A warning says where it has none. The epoch then ends at the batch
+at which it would have; an evaluation at its end that was cut off is not made again. Lightning reads a batch ahead of
+a loader without a length, which a restart passes over.
 The trainer saves the merged parameters, in mid-run too.
 """
 
@@ -53,6 +55,7 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         self._step = self._own_steps = 0
         self._unhook: Callable[[], None] = lambda: None
         self._pause = CallbackPause()
+        self._epoch: _Epoch | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the run: the model gets its parameters.
@@ -73,31 +76,37 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         self._tokens, self._step, self._own_steps = 0, trainer.global_step, 0
         self._unhook()
         stateful = self._stateful(trainer) | self._options.get("stateful", {})
+        self._epoch = _Epoch(trainer, has_data="data" in stateful)
+        stateful = {"epoch": self._epoch} | stateful
         self.diloco = attach(pl_module, trainer.optimizers[0], **{**self._options, "stateful": stateful})
         self._unhook = trainer.optimizers[0].register_step_post_hook(self._note_step).remove
         self.diloco.save_merged(pl_module)
         fit = trainer.fit_loop
         is_made_later = trainer.current_epoch > 0 and not fit.is_resuming and not fit.epoch_loop.restarting
-        if "data" in stateful and not is_made_later:  # a position is good for one iterator
-            iter(fit._data_fetcher)  # the one before was made, and may have read, at the old position
+        # A position is good for one iterator: that of before was made, and may have read, at the old position, and one
+        # at the end of an epoch would make an epoch without batches.
+        for _ in range(self._epoch.is_at_end + (not is_made_later) if "data" in stateful else 0):
+            iter(fit._data_fetcher)
         self.diloco.token_check = TokenCheck([self])
         trainer.should_stop |= self.diloco.should_stop
 
     def _stateful(self, trainer: Trainer) -> dict[str, Any]:
-        stateful: dict[str, Any] = {"epoch": _Epoch(trainer)}
+        stateful: dict[str, Any] = {}
         for number, config in enumerate(trainer.lr_scheduler_configs):
             stateful[f"schedule {number}"] = config.scheduler
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None and scaler.is_enabled():
             stateful["gradient scaler"] = scaler
         loader = trainer.train_dataloader
-        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        is_replaced = trainer.reload_dataloaders_every_n_epochs > 0  # the position would be that of the first loader
+        if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") and not is_replaced:
             stateful["data"] = loader
         elif "data" not in self._options.get("stateful", {}):
             log.warning(
-                "each start of this learner begins its data anew: a %s has no position. Give fit() torchdata's "
-                "StatefulDataLoader",
-                type(loader).__name__,
+                "each start of this learner begins its data anew: %s",
+                "with reload_dataloaders_every_n_epochs no position is kept: leave it out"
+                if is_replaced
+                else f"a {type(loader).__name__} has no position. Give fit() torchdata's StatefulDataLoader",
             )
         return stateful
 
@@ -110,8 +119,9 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         batch_idx: int,
     ) -> None:
         """Count the batch; when the optimizer has made a step, it is a step boundary."""
-        if self.diloco is None:
+        if self.diloco is None or self._epoch is None:
             return
+        self._epoch.note()
         self._tokens += self._tokens_of(batch)
         self.token_count.add(batch)
         # Several, where a module optimizes by hand.
@@ -130,8 +140,10 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         self._own_steps += 1
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """No pause lasts until here."""
+        """Count the batches that lives before had of this epoch. No pause lasts until here."""
         self._pause.end()
+        if self._epoch is not None:
+            self._epoch.catch_up()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Announce an evaluation."""
@@ -176,14 +188,57 @@ class _Last(Callback):  # type: ignore[misc]
 
 
 class _Epoch:
-    """The number of the epoch, from which samplers draw their order."""
+    """The number of the epoch, from which samplers draw their order, and of its batches, by which the trainer ends it.
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    has_data: the data go on where they were, too.
+
+    Attributes:
+        is_at_end: the data go on at the end of an epoch, and the trainer in the next one.
+    """
+
+    def __init__(self, trainer: Trainer, *, has_data: bool) -> None:
+        self._trainer, self._has_data = trainer, has_data
+        self._loop = trainer.fit_loop.epoch_loop
+        self.is_at_end = False
+        self._state = {"epoch": trainer.current_epoch}
+        # Whether batches of lives before are still to be counted.
+        self._is_behind = False
+
+    def note(self) -> None:
+        """Keep where a batch has ended: until the next one does, the trainer's numbers may be of either epoch."""
+        progress = self._loop.batch_progress
+        self._state = {
+            "epoch": self._trainer.current_epoch,
+            "batches": progress.current.ready if self._has_data else 0,
+            "all_batches": progress.total.ready,
+            "is_last": self._loop._num_ready_batches_reached(),
+        }
+
+    def catch_up(self) -> None:
+        """Count the batches of lives before, when the first one of this life begins."""
+        if not self._is_behind:
+            return
+        self._is_behind = False
+        progress, fetcher = self._loop.batch_progress, self._trainer.fit_loop._data_fetcher
+        progress.total.increment_by(self._state["all_batches"] + 1 - progress.total.ready)
+        if self._trainer.current_epoch != self._state["epoch"]:
+            return  # the data had no more of it
+        count = self._state["batches"] + 1 - progress.current.ready
+        progress.current.increment_by(count)
+        fetcher.fetched += count
+        if fetcher.length is not None:
+            progress.is_last_batch = fetcher.done = fetcher.fetched >= fetcher.length
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._trainer.current_epoch}
+        return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        progress = self._trainer.fit_loop.epoch_progress.current
-        progress.ready = progress.started = progress.processed = progress.completed = state["epoch"]
+        trainer, batches = self._trainer, state.get("batches", 0) if self._has_data else 0
+        is_over = state.get("is_last", False) or batches >= trainer.num_training_batches
+        self.is_at_end = is_over and trainer.fit_loop._data_fetcher.length is not None
+        epoch = state["epoch"] + is_over
+        progress = trainer.fit_loop.epoch_progress.current
+        progress.ready = progress.started = progress.processed = progress.completed = epoch
+        all_batches = state.get("all_batches", 0)
+        self._state = {"epoch": epoch, "batches": 0 if is_over else batches, "all_batches": all_batches}
+        self._is_behind = True

@@ -10,12 +10,16 @@ datasets 5.2 then reads another rank's files. So none is used twice here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.checkpoint import Stateful
+from diloco_node.learner.loader_workers import workers_before
 from diloco_node.learner.token_check import TokenCount
+
+log = logging.getLogger("diloco_node.learner")
 
 
 class LoaderWithState(Stateful, Protocol):
@@ -62,4 +66,12 @@ class EndlessLoader:
         """Before the first batch."""
         self.epoch = state["epoch"]
         self._loader = self._make(self.epoch)
+        if (before := workers_before(self._loader, state["loader"])) is not None:
+            log.warning(
+                "the data were kept with num_workers=%d, here it is another number: epoch %d is begun anew, and its "
+                "rows come once more. Give as many as before to go on within it",
+                before,
+                self.epoch,
+            )
+            return
         self._loader.load_state_dict(state["loader"])

@@ -203,7 +203,7 @@ class ShardLoader(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Before the first batch. Raises ConfigError: the state has no positions."""
         self._batches.begin(state)
-        self._state = dict(state)
+        self._state = self._batches.state()
 
 
 class _Batches(Sampler[list[int]]):

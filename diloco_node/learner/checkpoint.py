@@ -38,6 +38,7 @@ from diloco_node.learner.layouts.device import has_streams, record_event
 from diloco_node.learner.layouts.page_locked import page_locked
 from diloco_node.learner.layouts.tensors import local_part
 from diloco_node.learner.leaving import failure
+from diloco_node.learner.loader_workers import check_workers
 from diloco_node.learner.nested import flatten, unflatten
 from diloco_node.learner.optimizer_parts import Json, Kept, OptimizerParts
 from diloco_node.learner.schedules import lowers_rates, place_schedule
@@ -193,12 +194,11 @@ class Checkpoint:
         """
         try:
             if optimizer is not None and self.optimizer:
-                is_lowered = any(map(lowers_rates, stateful.values()))
-                optimizer.restore([self.kept(), *siblings], is_lowered=is_lowered)
+                optimizer.restore([self.kept(), *siblings], is_lowered=any(map(lowers_rates, stateful.values())))
             for name, component in stateful.items():
                 if name in self.stateful:
-                    own = cache(partial(_own_tensors, name, component))
-                    state = unflatten(self.stateful[name], self.tensors, own)
+                    state = unflatten(self.stateful[name], self.tensors, cache(partial(_own_tensors, name, component)))
+                    check_workers(name, component, state)
                     component.load_state_dict(place_schedule(component, state))
             if news := sorted(stateful.keys() - self.stateful.keys()):
                 spares = sorted(self.stateful.keys() - stateful.keys())
@@ -206,7 +206,7 @@ class Checkpoint:
                 log.warning("the checkpoint has no %s: begun anew%s", ", ".join(map(repr, news)), hint)
             if rng:  # last, for what was restored may have drawn
                 restore_generators(unflatten(self.generators, self.tensors))
-        except (ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
+        except (ValueError, TypeError, LookupError, RuntimeError, AssertionError, AttributeError) as error:
             raise LearnerError(
                 f"the learner's checkpoint at step {self.progress.global_step} does not fit this training script "
                 f"({error}): remove the folder learner/checkpoints to begin with a fresh optimizer"

@@ -10,6 +10,7 @@ be more or fewer after a restart.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,6 +24,8 @@ from diloco_node.errors import ConfigError
 from diloco_node.learner.builtin.permutation import mix, permute
 
 I64 = NDArray[np.int64]
+
+log = logging.getLogger("diloco_node.learner")
 
 _PASS_BITS: Final = 32
 
@@ -49,6 +52,7 @@ class ShardOrder:
     """
 
     def __init__(self, rows: int, *, seed: int) -> None:
+        self._rows = rows
         self.sizes: I64 = np.maximum(0, rows - np.arange(SHARDS) + SHARDS - 1) // SHARDS
         self.positions: I64 = np.zeros(SHARDS, np.int64)
         # The number of the pass that the region is in: a shard that comes to it is begun there.
@@ -129,7 +133,7 @@ class ShardOrder:
 
     def state(self) -> dict[str, Any]:
         """The positions, for a checkpoint."""
-        return {"positions": torch.from_numpy(self.positions.copy()), "pass": self._pass}
+        return {"positions": torch.from_numpy(self.positions.copy()), "pass": self._pass, "rows": self._rows}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from there. Raises ConfigError: the state has no valid positions."""
@@ -144,5 +148,12 @@ class ShardOrder:
         ):
             text = f"data state {str(state)[:150]} has no positions"
             raise ConfigError(f"{text}: remove the folder learner/checkpoints, which is of another version")
+        if state.get("rows", self._rows) != self._rows:
+            log.warning(
+                "the data have %d rows, and had %s when the checkpoint was written: in the passes that were begun, "
+                "some rows come twice or not at all. Give the rows of before, the same in all regions",
+                self._rows,
+                state["rows"],
+            )
         self.positions, self._pass = positions.cpu().numpy().copy(), number
         self._own, self._queue = (), []

@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,19 @@ def test_a_trainer_that_goes_on_from_its_checkpoint_takes_the_runs_parameters(fo
     assert callback.diloco.steps == 2
 
 
+def test_a_trainer_goes_on_from_its_checkpoint_with_a_stream_that_has_no_length(folder: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            return iter([Rows()[at] for at in range(ROWS)])
+
+    for resume in (False, str(folder / "out" / "checkpoint-2")):
+        trainer, callback, _ = hf_trainer(folder, save_strategy="steps", save_steps=2, gradient_accumulation_steps=3)
+        trainer.train_dataset = Stream()
+        with FakeDaemon(folder):
+            trainer.train(resume_from_checkpoint=resume)
+        assert callback._data.state_dict()["batch"] == 4 * 3
+
+
 def test_a_trainer_that_is_started_again_has_moments_and_schedule(folder: Path) -> None:
     trainer, _, _ = hf_trainer(folder)
     with FakeDaemon(folder) as daemon:
@@ -172,6 +186,13 @@ def test_ranks_that_the_trainer_does_not_bring_together_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LearnerError, match=r"WORLD_SIZE is 2, but the Trainer is not_parallel.*use_cpu=True"):
         trainer.train()
+
+
+def test_a_trainer_that_spreads_a_batch_over_gpus_is_refused(folder: Path) -> None:
+    trainer, callback, _ = hf_trainer(folder)
+    trainer.args._n_gpu = 2
+    with pytest.raises(LearnerError, match=r"the Trainer has 2 GPUs in one process.*torchrun"):
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control)
 
 
 def test_a_trainers_evaluations_and_saves_are_pauses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

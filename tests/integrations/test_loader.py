@@ -1,5 +1,6 @@
 """A loop's own data loader with a fixed split: each row once an epoch, and on from a checkpoint."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,31 @@ def test_each_epoch_has_a_loader_of_its_own_and_a_restart_goes_on(before: int):
     second.load_state_dict(first.state_dict())
     read += [batch for _, batch in zip(range(8), second, strict=False)]
     assert read == [(n // 3, n % 3 + 1) for n in range(before + 8)]
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
+def test_a_position_of_other_workers_is_told(folder: Path, caplog: pytest.LogCaptureFixture, before: int, after: int):
+    loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="needs the extra `hf`")
+
+    def life(workers: int, *, is_endless: bool) -> list[int]:
+        def make(_: int = 0) -> Any:
+            return loaders.StatefulDataLoader(list(range(6)), batch_size=None, num_workers=workers)
+
+        loader, toy = EndlessLoader(make) if is_endless else make(), Toy()
+        with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer, stateful={"data": loader}) as diloco:
+            batches = []
+            for _, batch in zip(range(3), loader, strict=False):
+                batches.append(int(batch))
+                toy.step(diloco)
+        return batches
+
+    assert life(before, is_endless=True) == life(after, is_endless=True) == [0, 1, 2]
+    assert f"kept with num_workers={before}, here it is another number: epoch 0 is begun anew" in caplog.text
+    shutil.rmtree(folder / "learner")
+    life(before, is_endless=False)
+    with pytest.raises(LearnerError, match=f"'data' was kept with num_workers={before}: give it so many"):
+        life(after, is_endless=False)
+    assert life(before, is_endless=False) == [3, 4, 5]
 
 
 def test_a_loader_without_batches_is_refused():

@@ -31,11 +31,14 @@ LAST_STEP = 3
 
 
 class Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __init__(self, rows: int = ROWS) -> None:
+        self.rows = rows
+
     def __len__(self) -> int:
-        return ROWS
+        return self.rows
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if index >= ROWS:
+        if index >= self.rows:
             raise IndexError(index)  # the end, for who iterates
         return {"input_ids": torch.tensor([index])}
 
@@ -159,6 +162,24 @@ def test_a_trainer_of_shards_that_is_killed_trains_again_what_is_in_no_merge(fol
     assert {row for batch in early + late for row in batch} <= set(HERE.own) & set(range(ROWS))
 
 
+@pytest.mark.parametrize("is_its_own_loader", [True, False])
+def test_a_trainer_whose_data_are_restored_at_their_end_begins_the_next_epoch(
+    folder: Path, *, is_its_own_loader: bool
+) -> None:
+    """Killed in the evaluation after an epoch, or given fewer rows: the Trainer would stop, as if all were trained."""
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def life(steps: int, rows: int) -> list[list[int]]:
+        loader = loaders.StatefulDataLoader(Numbers(rows), batch_size=BATCH)
+        with FakeDaemon(folder):
+            early, late = hf_life(folder, steps, dataset=Numbers(rows), loader=None if is_its_own_loader else loader)
+        return early + late
+
+    life(12 if not is_its_own_loader else 9, ROWS)
+    rows = 20 if is_its_own_loader else ROWS
+    assert sorted(itertools.chain(*life(rows // BATCH, rows))) == list(range(rows // BATCH * BATCH))
+
+
 def test_a_trainer_whose_data_have_no_position_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("transformers")
     with FakeDaemon(folder), caplog.at_level(logging.WARNING):
@@ -225,8 +246,16 @@ def test_a_loader_whose_order_is_drawn_anew_is_refused() -> None:
         PreparedLoader(Accelerator(cpu=True).prepare(loader))
 
 
-def lightning_life(folder: Path, steps: int, loader: Any) -> tuple[list[list[int]], int]:
-    """Returns rows, and the epoch that the schedule is in."""
+def lightning_life(
+    folder: Path,
+    steps: int,
+    loader: Any,
+    *,
+    interval: str = "step",
+    validations: list[int] | None = None,
+    **arguments: Any,
+) -> tuple[list[list[int]], int]:
+    """Returns rows, and the epoch that the schedule is in. validations: gets the number of each one's epoch."""
     import lightning.pytorch as lightning
 
     from diloco_node.integrations.lightning import LightningDiloco
@@ -241,7 +270,7 @@ def lightning_life(folder: Path, steps: int, loader: Any) -> tuple[list[list[int
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters())
-            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"}]
+            return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": interval}]
 
         def on_train_batch_start(self, *_: Any) -> None:
             callback.diloco._checkpoints._saved_at_s = 1e18  # none is due by itself, on however slow a machine
@@ -253,11 +282,20 @@ def lightning_life(folder: Path, steps: int, loader: Any) -> tuple[list[list[int
                 kill(callback.diloco)
                 self.trainer.should_stop = True
 
+        def validation_step(self, *_: Any) -> None:
+            self.log("val_loss", 1.0)
+
+        def on_validation_start(self) -> None:
+            if validations is not None and not self.trainer.should_stop:
+                validations.append(self.trainer.current_epoch)
+
     callback = LightningDiloco()
-    trainer = quiet_trainer(folder, callback)
+    trainer = quiet_trainer(folder, callback, num_sanity_val_steps=0, **arguments)
+    if validations is not None:
+        trainer.callbacks.append(lightning.callbacks.EarlyStopping("val_loss", patience=100))
     module = Module()
     with FakeDaemon(folder):
-        trainer.fit(module, loader)
+        trainer.fit(module, loader, None if validations is None else torch.utils.data.DataLoader(Numbers()))
     return module.inner.rows, trainer.lr_scheduler_configs[0].scheduler.last_epoch
 
 
@@ -281,6 +319,25 @@ def test_lightning_that_is_killed_goes_on_with_a_loader_that_has_a_position(fold
     assert [at for _, at in lives] == list(range(4, 31, 3)), "the schedule, too"
 
 
+@pytest.mark.parametrize(("is_sharded", "length"), [(False, 11), (True, 10)])
+@pytest.mark.parametrize("lives", [5, 2])
+def test_lightning_that_is_killed_within_epochs_ends_each_at_its_last_batch(
+    folder: Path, lives: int, length: int, *, is_sharded: bool
+) -> None:
+    """Also where the checkpoint is the one of the last batch: with few lives, each has a whole epoch."""
+    pytest.importorskip("lightning.pytorch")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    steps = LAST_STEP + 1 if lives > 2 else length + 1
+    validations: list[int] = []
+    schedule = []
+    for _ in range(lives):
+        loader = shard_loader(0) if is_sharded else StatefulDataLoader(Numbers(), batch_size=BATCH)
+        schedule.append(lightning_life(folder, steps, loader, interval="epoch", validations=validations)[1])
+    assert schedule == [(life * (steps - 1) + steps) // length for life in range(lives)]
+    assert validations == list(range(schedule[-1]))
+
+
 def test_lightning_of_shards_that_is_killed_trains_again_what_is_in_no_merge(folder: Path) -> None:
     pytest.importorskip("lightning.pytorch")
     for _ in range(3):
@@ -293,3 +350,7 @@ def test_lightning_says_what_has_no_position(folder: Path, caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING):
         lightning_life(folder, 2, torch.utils.data.DataLoader(Numbers(), batch_size=BATCH))
     assert "begins its data anew: a DataLoader has no position" in caplog.text
+    loader = shard_loader(0)
+    with caplog.at_level(logging.WARNING):
+        lightning_life(folder, 2, loader, reload_dataloaders_every_n_epochs=1)
+    assert "begins its data anew: with reload_dataloaders_every_n_epochs" in caplog.text

@@ -276,6 +276,17 @@ def test_another_class_of_optimizer_is_named_before_it_fails_in_its_first_step(
     found.restore(OptimizerParts(same), {}, rng=False)
 
 
+@pytest.mark.parametrize("error", [AssertionError, AttributeError])
+def test_a_state_that_its_part_does_not_take_is_refused_with_the_remedy(error: type[Exception]):
+    class Refusing(Data):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise error("dp_degree is inconsistent")
+
+    before = Checkpoint(progress(1), {}, {}, {"data": Data().state_dict()})
+    with pytest.raises(LearnerError, match=r"dp_degree is inconsistent.*remove the folder learner/checkpoints"):
+        before.restore(None, {"data": Refusing()}, rng=False)
+
+
 def test_an_optimizer_with_a_state_dict_of_its_own_form_is_not_kept(tmp_path: Path) -> None:
     """As torchtitan's container of optimizers."""
 

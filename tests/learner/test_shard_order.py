@@ -56,6 +56,13 @@ def test_a_restored_order_goes_on_and_other_seeds_are_others():
     assert rows_in(other, other.advance(own, 100)) != rows_in(first, first.advance(own, 100))
 
 
+def test_rows_that_are_others_than_those_of_the_checkpoint_are_told(caplog: pytest.LogCaptureFixture):
+    state = ShardOrder(9000, seed=1).state()
+    for rows, before in ((9000, state), (8000, state), (8000, {k: v for k, v in state.items() if k != "rows"})):
+        ShardOrder(rows, seed=1).restore(before)
+    assert [record.message[:50] for record in caplog.records] == ["the data have 8000 rows, and had 9000 when the che"]
+
+
 def test_a_shard_that_comes_is_begun_at_the_regions_pass_and_one_that_goes_is_left():
     before, after = tuple(range(10)), tuple(range(5, 15))
     order = ShardOrder(SHARDS * 7, seed=3)
