@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -253,6 +254,18 @@ class Checkpointing:
         """Note that the loop has merged parameters, to save them."""
         if self._loop_state is not None:
             self._loop_state.hold(tensors)
+
+    def begin(self, progress: TrainingProgress) -> None:
+        """Save now, or at the next boundary by which the one before is written."""
+        self._saved_at_s = -math.inf
+        if self.is_idle:
+            self.save(progress)
+
+    def finish(self, progress: TrainingProgress) -> None:
+        """Wait until what `begin` saved is on disk; save it now if no boundary has."""
+        if self._saved_at_s == -math.inf:
+            self.save_now(progress)
+        self.wait()
 
     def save_now(self, progress: TrainingProgress) -> None:
         """Save, and wait until it is on disk."""
