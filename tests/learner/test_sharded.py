@@ -4,7 +4,9 @@ Real ranks over Gloo, with PyTorch's own ways to cut a model, under one fake dae
 """
 
 import json
+import os
 import re
+import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 
 from diloco_node.core.types import Codec
 from diloco_node.learner.checkpoint import newest_first
-from diloco_node.shared_memory import MemoryStore
+from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, MemoryStore, PlaceMark, request_area
 from diloco_node.storage.trained import read_trained
 from diloco_node.wire.frozen_listing import frozen_difference, pack_frozen
 from diloco_node.wire.learner_link import EndWanted, OfferApplied, RunAdvanced, SnapshotReady, Warned
@@ -179,6 +181,22 @@ def test_a_checkpoint_that_lacks_a_rank_is_none(groups: Groups, tmp_path: Path) 
             assert len(list(folder.glob("*.safetensors"))) == 4, "two of each rank"
             newest = max(folder.glob("*-00001-of-00002.safetensors"))
             newest.write_bytes(newest.read_bytes()[:-1])
+
+
+def test_ranks_that_were_asked_to_stop_say_that_their_last_checkpoint_is_written(
+    groups: Groups, tmp_path: Path
+) -> None:
+    with MemoryStore(tmp_path / "memory.sock"), groups.take(2) as ranks, FakeDaemon(tmp_path):
+        ranks.attach("fsdp", tmp_path, optimizer=True)
+        ranks.ask(do="step", count=2)
+        pid = ranks.processes[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)
+        ranks.ask(do="step", count=1)
+        ranks.ask(do="close")
+        mark = PlaceMark.decode(request_area(tmp_path / "memory.sock", PLACE_AREA, PLACE_BYTES)[:])
+        assert mark is not None
+        assert (mark.step, mark.checkpoint_step, mark.is_interrupted) == (3, 3, True)
 
 
 def test_loops_in_generators_keep_a_last_checkpoint_though_no_rank_waits_for_another(
