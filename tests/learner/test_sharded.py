@@ -31,11 +31,16 @@ pytestmark = pytest.mark.e2e
 ROUNDS = 8
 """In each half a round of each fragment; in the first one of each fragment with the learner, and one without it."""
 LAYOUTS = {
-    2: ["ddp", "fsdp", "tp", "offload", "fsdp-masters", "pipeline", "experts"],
+    2: ["ddp", "fsdp", "tp", "offload", "fsdp-masters", "pipeline", "frozen stage", "experts"],
     3: ["fsdp"],  # shards of 14, 14 and 14 rows, of 4, 4 and 3, and of 1, 1 and 1
     4: ["fsdp-tp", "experts", "fsdp-experts"],  # with empty shards
     8: ["fsdp", "hsdp"],  # with empty shards; two copies of four parts each
 }
+ELSEWHERE = {
+    "pipeline": {"global frozen.weight", "global frozen.bias"},
+    "frozen stage": {"global lm_head.weight"},
+}
+"""What is frozen, or tied, on another stage is not in a stage's state."""
 RETURNS = [
     (2, "fsdp"),
     (4, "fsdp-tp"),
@@ -108,8 +113,7 @@ def test_every_layout_comes_to_the_bits_of_one_rank(
     found = states(ranks, LAYOUTS[ranks], tmp_path, rounds=ROUNDS, groups=groups)
     for layout in LAYOUTS[ranks]:
         expected = whole["whole-masters" if layout.endswith("masters") else "whole"]
-        # What is frozen on another stage is not in a stage's state.
-        elsewhere = {"global frozen.weight", "global frozen.bias"} if layout == "pipeline" else set()
+        elsewhere = ELSEWHERE.get(layout, set())
         for when in ("first", "last"):
             assert (
                 found[layout][when].items()
