@@ -142,24 +142,19 @@ class Diloco(LoopView):
         self.token_check = TokenCheck(stateful.values())
         self._tensors = tensors
         self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s, warn=self._warn)
-        # Inside `step` so far; only grows.
-        self._blocked_ns = 0
+        self._blocked_ns = 0  # inside `step` so far; only grows
         self._losses = LossWatch(is_rolling_back=os.environ.get(ON_SPIKE_VARIABLE) == "rollback")
         self._held_out = HeldOutLosses()
-        # On rank 0 of a region with a daemon; None on the others.
-        self._session: LearnerSession | None = None
+        self._session: LearnerSession | None = None  # on rank 0 of a region with a daemon
         # On every rank of a run from `_join` on, the watch from its end on; None alone.
         self._fragments: LearnerFragments | None = None
         self._boundaries: StepBoundaries | None = None
         self._watch: ModelWatch | None = None
-        # Once True nothing is told or written any more.
-        self._has_left = False
-        # What this learner was refused for: it ends with that, also where the loop has caught it.
-        self._refusal: LearnerError | None = None
+        self._has_left = False  # once True nothing is told or written any more
+        self._refusal: LearnerError | None = None  # it ends with that, also where the loop has caught it
         self._terminate, self._place, self._wish = TerminateFlag(), LearnerPlace(), EndWish()
-        self._ranks = Ranks()
+        self._ranks, self._auto_step = Ranks(), auto_step
         self._saves = SavedStates(tensors, self._ranks, self._checkpoints.hold)
-        self._auto_step = auto_step
         try:
             self._join()
         except BaseException as error:
@@ -339,8 +334,12 @@ class Diloco(LoopView):
         if self._boundaries is not None and self._watch is not None and not self._is_closed:
             self._check_open("settle()")
             self._watch.check_writes()
-            for boundary in self._boundaries.settle(seconds):
-                self._crossed(boundary)
+            try:
+                for boundary in self._boundaries.settle(seconds):
+                    self._crossed(boundary)
+            except LearnerError as error:
+                self._refuse(error)
+                raise
             self._watch.note_writes(self._boundaries.fragments.applied)
 
     def checkpoint(self) -> None:
@@ -374,37 +373,40 @@ class Diloco(LoopView):
     @USABLE
     def close(self) -> None:
         """Leave: all ranks. A finished run's parameters come into the model, the last checkpoint is written."""
-        last: Done | None = None
-        session, boundaries = self._session, None if self._is_closed else self._boundaries
+        session, boundaries = self._session, self._boundaries
         self._terminate.leave()
-        is_half = boundaries is not None and boundaries.is_crossing.is_set()
-        if is_half or self._refusal is not None:  # half a merge is no checkpoint, and no result
+        if boundaries is None or self._is_closed:
+            return self._close(None)
+        if boundaries.is_crossing.is_set() or self._refusal is not None:  # half a merge is no checkpoint, and no result
             return self._fail(self._refusal or LearnerError("a step() did not come to its end"))
         try:
-            foreign = self._watch.foreign_write() if boundaries is not None and self._watch is not None else ""
-            has_result = boundaries is not None and end_on_final(boundaries, self._warn, foreign)
-            self.checkpoint()
-            # A process that was asked to stop, this or another rank's, has not stopped for good: the next one goes on.
-            if boundaries and self._ranks.can_meet and (self.should_stop or boundaries.are_asked_to_stop()):
+            foreign = self._watch.foreign_write() if self._watch is not None else ""
+            has_result = end_on_final(boundaries, self._warn, foreign)
+            # To merge the last steps takes all the time that a stop leaves: a checkpoint is written meanwhile.
+            is_leaving = boundaries.are_leaving(self.should_stop)
+            self._save(self._checkpoints.begin if is_leaving else self._checkpoints.save_now)
+            if boundaries.are_leaving(self.should_stop):
                 if session is not None:
                     self._report(session)  # rounds are opened for the steps that were reported
                     if foreign and session.has_unmerged_steps:
                         self._warn(foreign)
                 for boundary in boundaries.leave(0.0 if foreign else self._terminate.deadline_s):
                     self._crossed(boundary)
+                self._save(self._checkpoints.finish)
+                boundaries.tell_written()
                 was_over = self.should_stop and not self.is_interrupted
                 self.is_interrupted = not is_at_end(boundaries, self._warn, was_over, has_result)
-            elif boundaries is not None and session is not None:
+            elif session is not None:
                 if foreign and not has_result:
                     self._warn(foreign)
                 self.is_interrupted = session.stop_reason is None and (self.should_stop or self._terminate.is_set)
         except BaseException as error:
             self._fail(error)
             raise
-        if session is not None and not self._is_closed and not self.is_interrupted:
-            counts = session.fragments.step, session.fragments.tokens
-            last = Done(*counts, blocked_ns=self._blocked_ns, **self._held_out.fields)
-        self._close(last)
+        if session is None or self._is_closed or self.is_interrupted:
+            return self._close(None)
+        counts = session.fragments.step, session.fragments.tokens
+        self._close(Done(*counts, blocked_ns=self._blocked_ns, **self._held_out.fields))
 
     def _fail(self, error: BaseException) -> None:
         last = failure(error)

@@ -151,6 +151,21 @@ class StepBoundaries:
         """Whether some rank's process was asked to stop, maybe since its last step. All ranks call it."""
         return any(self.ranks.all_bytes(b"1" if self.terminate.is_asked() else b""))
 
+    def are_leaving(self, is_stopping: bool) -> bool:
+        """Whether the ranks stop, and can meet: on `is_stopping`, or since some process was asked to. All call it.
+
+        Such a process has not stopped for good: the next one goes on.
+        """
+        return self.ranks.can_meet and (is_stopping or self.are_asked_to_stop())
+
+    def tell_written(self) -> None:
+        """Write which checkpoint is on disk, where no boundary follows. All ranks call it."""
+        step = self.checkpoints.written_step
+        if {*self.ranks.all_bytes(str(step).encode())} == {str(step).encode()}:
+            self.checkpoints.all_wrote(step)
+            if self.session is not None:
+                self.session.stand(step)
+
     def progress(self, global_step: int) -> TrainingProgress:
         """Where a checkpoint that is written now belongs."""
         fragments = self.fragments
@@ -222,10 +237,14 @@ class StepBoundaries:
         """Whether rank 0's loader has no row that it may train yet. All ranks call it."""
         return bool(self.ranks.share_bytes(b"1" if HERE.is_waiting else b""))
 
-    def settle(self, seconds: float, *, until: Callable[[], bool] = lambda: False) -> Iterator[Boundary]:
+    def settle(
+        self, seconds: float, *, until: Callable[[], bool] = lambda: False, is_in_step: bool = False
+    ) -> Iterator[Boundary]:
         """Boundaries for some time, by rank 0's clock, or `until` it says so there. All ranks are in it.
 
-        Raises LearnerError: other ranks are not.
+        is_in_step: a step is whole only with these.
+
+        Raises LearnerError: other ranks are not, or the step before is not whole.
         """
         self.ranks.meet("settle()")
         deadline_s = time.monotonic() + seconds
@@ -233,7 +252,9 @@ class StepBoundaries:
             left_s = deadline_s - time.monotonic()
             if self.ranks.share_bytes(b"1" if left_s > 0 and not until() else b"") != b"1":
                 return
-            yield self.cross(0)
+            with contextlib.nullcontext() if is_in_step else self.whole():
+                boundary = self.cross(0)
+            yield boundary
             self._wait(min(SETTLE_SLICE_S, max(0.0, left_s)))
 
     def leave(self, deadline_s: float) -> Iterator[Boundary]:
@@ -252,6 +273,9 @@ class StepBoundaries:
             is_hopeful = now_s < deadline_s and now_s - hope_s < LEAVE_PATIENCE_S
             is_waiting = session is not None and session.has_unmerged_steps and is_hopeful
             if self.ranks.share_bytes(b"1" if is_waiting else b"") != b"1":
+                if deadline_s and session is not None and session.has_unmerged_steps:
+                    cause = "the time to stop is up" if now_s >= deadline_s else "no leader asks for them"
+                    log.warning("the last steps of this learner are in no merge: %s", cause)
                 return
             if session is not None and now_s - notice_s >= LEAVING_EVERY_S:
                 notice_s = now_s

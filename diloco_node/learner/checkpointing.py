@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
@@ -35,7 +37,7 @@ from diloco_node.learner.checkpoint import (
     read_checkpoint,
     read_usable,
 )
-from diloco_node.learner.generators import as_stateful
+from diloco_node.learner.generators import KeptGenerator, as_stateful
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, local_part
 from diloco_node.learner.leaving import failure
@@ -180,11 +182,22 @@ class Checkpointing:
         extras = [checkpoints[of_rank[rank]] for rank in sorted(needed_ranks - {first})]
         base.restore(
             self._parts,
-            self.stateful,
+            self.stateful if len(files) == ranks.size else self._movable(ranks),
             rng=first == ranks.rank,
             siblings=[extra.kept() for extra in extras if extra is not None],
         )
         return base
+
+    def _movable(self, ranks: Ranks) -> dict[str, Any]:
+        """What of `stateful` a rank may take from another's file: no generator that the script seeds for each rank."""
+        generators = {name: part for name, part in self.stateful.items() if isinstance(part, KeptGenerator)}
+        states = {name: sha256(part.text().encode()).hexdigest() for name, part in generators.items()}
+        rows = [json.loads(text) for text in ranks.all_bytes(json.dumps(states).encode())]
+        own = {name for name, state in states.items() if any(row.get(name) != state for row in rows)}
+        if ranks.is_first or not own:
+            return self.stateful
+        log.warning("begun anew, for the region had another number of ranks: %s", ", ".join(sorted(own)))
+        return {name: part for name, part in self.stateful.items() if name not in own}
 
     @property
     def written_step(self) -> int:
@@ -253,6 +266,18 @@ class Checkpointing:
         """Note that the loop has merged parameters, to save them."""
         if self._loop_state is not None:
             self._loop_state.hold(tensors)
+
+    def begin(self, progress: TrainingProgress) -> None:
+        """Save now, or at the next boundary by which the one before is written."""
+        self._saved_at_s = -math.inf
+        if self.is_idle:
+            self.save(progress)
+
+    def finish(self, progress: TrainingProgress) -> None:
+        """Wait until what `begin` saved is on disk; save it now if no boundary has."""
+        if self._saved_at_s == -math.inf:
+            self.save_now(progress)
+        self.wait()
 
     def save_now(self, progress: TrainingProgress) -> None:
         """Save, and wait until it is on disk."""

@@ -86,10 +86,12 @@ class FirstParameters:
 
         All ranks call it, with equal positions.
         """
-        first, *_ = self._tensors.followed.values()
-        if any(trained() is first for trained in _TRAINED):
+        first = next(iter(self._tensors.followed.values()), None)  # a rank may have frozen layers alone
+        is_trained = first is not None and any(trained() is first for trained in _TRAINED)
+        if any(self._ranks.all_bytes(b"1" if is_trained else b"")):
             return ""
-        _TRAINED.append(ref(first))
+        if first is not None:
+            _TRAINED.append(ref(first))
         if any(position.base_version for position in positions):
             if not self._other_names:
                 return ""

@@ -108,7 +108,8 @@ class ForwardWatch:
 
     def _note_shapes(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
-            self._begun = count_tokens(kwargs) or count_tokens(args)
+            named = {name: kwargs[name] for name in TOKEN_NAMES if name in kwargs}  # a mask may come by name, too
+            self._begun = count_tokens(named) or count_tokens(args) or count_tokens(kwargs)
 
     def _returned(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         if not module.training or not torch.is_grad_enabled():

@@ -73,6 +73,11 @@ class KeptGenerator:
             return {"state": generator.get_state(legacy=False)}
         return {"state": generator.bit_generator.state}
 
+    def text(self) -> str:
+        """Return its state as a text, to compare."""
+        state = self.state_dict()["state"]
+        return str(state.tolist() if isinstance(state, torch.Tensor) else state)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` gave. Raises ValueError, TypeError: it is of another kind of generator."""
         generator = self._generator

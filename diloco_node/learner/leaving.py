@@ -193,7 +193,9 @@ def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None], foreig
     now_s = time.monotonic()
     boundaries.wish.final_by_s = min(boundaries.wish.final_by_s, now_s + FINAL_WAIT_S)
     for _ in boundaries.settle(
-        boundaries.wish.final_by_s - now_s, until=lambda: has_all() or boundaries.terminate.is_late()
+        boundaries.wish.final_by_s - now_s,
+        until=lambda: has_all() or boundaries.terminate.is_late(),
+        is_in_step=boundaries.is_crossing.is_set(),
     ):
         pass
     if ranks.share_bytes(b"1" if has_all() else b"") == b"1":

@@ -321,7 +321,7 @@ class LoopState:
         return samples
 
     def _has_drawn(self, generator: Any) -> bool:
-        if not (state := _ask(_state_text, generator, "")):
+        if not (state := _ask(lambda item: KeptGenerator(item).text(), generator, "")):
             return False
         _, first = self._draws.setdefault(id(generator), (generator, state))
         return state != first
@@ -365,11 +365,6 @@ def _ask(look: Callable[[Any], T], stranger: object, default: T) -> T:
         return look(stranger)
     except Exception:  # noqa: BLE001 - whatever a class of the script's raises, it must not end the learner
         return default
-
-
-def _state_text(generator: Any) -> str:
-    state = KeptGenerator(generator).state_dict()["state"]
-    return str(state.tolist() if isinstance(generator, torch.Generator) else state)
 
 
 def _member_ids(schedule: Any) -> set[int]:

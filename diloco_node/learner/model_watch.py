@@ -181,7 +181,7 @@ class ModelWatch:
         self._states.check()
         if self._steps.tell(filter(None, self._optimizers.values())):
             self._still.begin_again()
-        self.check_writes(is_sampled=has_orders or next(iter(self._weights)).is_cpu)
+        self.check_writes(is_sampled=has_orders or next((weight.is_cpu for weight in self._weights), True))
         if self._written:
             # The first step was made by no optimizer that calls hooks: a loop's own arithmetic, or a compiled step.
             self._compare(is_trained=True)

@@ -9,28 +9,33 @@ from __future__ import annotations
 from typing import Final
 
 from diloco_node.core.bounds import STEP_MAX
-from diloco_node.core.merge.schedule import SLOWER_MAX
+from diloco_node.core.merge.schedule import SLOWER_MAX, MovingAverage
 
 STEPS_MIN: Final = 8
 """Own steps from which on the learner's share is known; until then it counts as one of median speed."""
-
-STEP_TIME_DECAY: Final = 0.1
 
 
 class StepTimer:
     """Moving average of the time of one inner step, in nanoseconds; 0 until two steps were made."""
 
     def __init__(self) -> None:
-        self.average_ns = 0
+        self._average = MovingAverage()
         self._last_ns: int | None = None
+
+    @property
+    def average_ns(self) -> int:
+        """Now, without announced pauses."""
+        return self._average.average_ns
 
     def stepped(self, now_ns: int) -> None:
         """An inner step ended."""
         if self._last_ns is not None:
-            took_ns = now_ns - self._last_ns
-            before_ns = self.average_ns or took_ns
-            self.average_ns = max(1, round(before_ns + STEP_TIME_DECAY * (took_ns - before_ns)))
+            self._average = self._average.after(now_ns - self._last_ns)
         self._last_ns = now_ns
+
+    def pause(self) -> None:
+        """Leave the step under way out: it has a pause in it."""
+        self._last_ns = None
 
 
 class _Advance:

@@ -128,6 +128,11 @@ def _tied_stages(model: Any) -> Any:
     return _pipeline(model, [["embed_tokens"], ["up", "experts"], ["down"], ["lm_head"]])
 
 
+def _frozen_stage(model: Any) -> Any:
+    """The first rank has nothing that trains."""
+    return _pipeline(model, [["frozen"], ["embed_tokens", "lm_head", "up", "experts", "down", "small"]])
+
+
 def _pipeline(model: Any, stages: Sequence[Sequence[str]] = STAGES) -> Any:
     import torch.distributed as dist
 
@@ -152,4 +157,5 @@ _WAYS: Final[dict[str, Callable[[Any], Any]]] = {
     "fsdp-experts": _fsdp_experts,
     "pipeline": _pipeline,
     "tied stages": _tied_stages,
+    "frozen stage": _frozen_stage,
 }

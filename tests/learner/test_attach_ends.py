@@ -13,6 +13,7 @@ import torch
 import diloco_node
 from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
+from diloco_node.learner.boundary import StepBoundaries
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.process_signals import LearnerPlace
 from diloco_node.shared_memory import MemoryStore
@@ -267,7 +268,10 @@ def test_what_a_loop_does_while_it_evaluates_in_inference_mode_is_usable_outside
 
 
 @pytest.mark.no_device("there another thread writes versions")
-def test_a_step_that_ctrl_c_has_cut_short_is_the_last_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["step", "settle"])
+def test_a_step_that_ctrl_c_has_cut_short_is_the_last_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     """As in a notebook, whose next cell goes on with the same object."""
     toy = Toy()
 
@@ -281,7 +285,7 @@ def test_a_step_that_ctrl_c_has_cut_short_is_the_last_one(folder: Path, monkeypa
             patch.setattr(ModelTensors, "shift", interrupt)
             daemon.commit(0, daemon.theta[0] + 1, -1)
             with pytest.raises(KeyboardInterrupt):
-                toy.steps_until(diloco, daemon, OfferApplied, 3)
+                diloco.settle(PATIENCE_S) if way == "settle" else toy.steps_until(diloco, daemon, OfferApplied, 3)
         with pytest.raises(
             LearnerError, match=r"the step\(\) before this one did not come to its end.*attach\(\) again"
         ):
@@ -291,3 +295,43 @@ def test_a_step_that_ctrl_c_has_cut_short_is_the_last_one(folder: Path, monkeypa
         with diloco_node.attach(toy.model, toy.optimizer) as diloco:
             toy.step(diloco)
             assert diloco.versions == (1, 0)
+
+
+def test_a_settling_that_ctrl_c_ends_between_two_boundaries_harms_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = Toy()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            with monkeypatch.context() as patch:
+                patch.setattr(StepBoundaries, "_wait", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    diloco.settle(PATIENCE_S)
+            toy.step(diloco)
+        assert daemon.wait_for(Done).step == 1
+
+
+def test_what_is_refused_while_it_settles_ends_a_loop_that_catches_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = Toy()
+
+    def refuse(*_: object) -> None:
+        raise LearnerError("planted")
+
+    with FakeDaemon(folder) as daemon:
+        diloco = diloco_node.attach(toy.model, toy.optimizer)
+        with monkeypatch.context() as patch:
+            patch.setattr(StepBoundaries, "cross", refuse)
+            with pytest.raises(LearnerError, match="planted"):
+                diloco.settle(PATIENCE_S)
+        assert diloco.should_stop
+        assert "planted" in session_of(diloco).place.fault
+        with pytest.raises(LearnerError, match=r"step\(\) after an error that the loop has caught: planted"):
+            toy.step(diloco)
+        diloco.close()
+        daemon.wait_for(Failed)

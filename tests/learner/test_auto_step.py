@@ -71,6 +71,30 @@ def test_what_is_no_training_does_not_count() -> None:
     assert watch.take()[0] == 15
 
 
+class Masked(nn.Module):
+    """Takes what it trains on by place, or by a name, and a mask by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
+        return self.embedding(ids).sum()
+
+
+def test_a_mask_that_is_given_by_name_is_no_batch() -> None:
+    model, mask = Masked(), torch.ones(40, 40, dtype=torch.bool)
+    watch = ForwardWatch(model)
+    for given, tokens in (
+        (((IDS,), {"mask": mask}), 15),
+        (((mask.long(),), {"mask": None, "tokens": IDS}), 15),
+        (((), {"ids": IDS, "mask": mask}), 15),
+    ):
+        args, kwargs = given
+        model(*args, **kwargs)
+        assert watch.take()[0] == tokens
+
+
 def train(model: Language, optimizer: torch.optim.Optimizer, *, micro_batches: int = 1) -> float:
     """One step of a loop that knows nothing of us; the last loss."""
     for _ in range(micro_batches):

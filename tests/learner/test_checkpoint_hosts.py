@@ -63,7 +63,7 @@ class Position:
 class Host:
     """One rank that holds all of the model, as with DistributedDataParallel, and its disk."""
 
-    def __init__(self, folder: Path, threads: Threads, rank: int, position: int = 0) -> None:
+    def __init__(self, folder: Path, threads: Threads, rank: int, position: int = 0, seed: int = 0) -> None:
         model = nn.Linear(3, 2)
         self.optimizer = torch.optim.AdamW(model.parameters())
         for parameter in model.parameters():
@@ -71,7 +71,9 @@ class Host:
         if position:
             self.optimizer.step()
         self.position = Position(position)
-        self.checkpoints = Checkpointing(self.optimizer, {"position": self.position}, every_s=60)
+        self.noise = torch.Generator().manual_seed(seed)
+        parts = {"position": self.position, "noise": self.noise}
+        self.checkpoints = Checkpointing(self.optimizer, parts, every_s=60)
         tensors = ModelTensors(model)
         shards = ShardMap(tensors.specs, [tensors.boxes] * threads.size)
         resumed = self.checkpoints.resume(folder, DIGEST, threads.rank(rank), tensors=tensors, shards=shards)
@@ -81,10 +83,16 @@ class Host:
         return [float(state["exp_avg"].sum()) for state in self.optimizer.state.values()]
 
 
-def hosts(folders: list[Path], positions: tuple[int, ...] = (0, 0, 0)) -> list[Host]:
+def hosts(
+    folders: list[Path], positions: tuple[int, ...] = (0, 0, 0), seeds: tuple[int, ...] = (0, 0, 0)
+) -> list[Host]:
     threads = Threads(len(folders))
+
+    def host(rank: int) -> Host:
+        return Host(folders[rank], threads, rank, positions[rank], seeds[rank])
+
     with ThreadPoolExecutor(len(folders)) as pool:
-        return list(pool.map(lambda rank: Host(folders[rank], threads, rank, positions[rank]), range(len(folders))))
+        return list(pool.map(host, range(len(folders))))
 
 
 def save(host: Host, step: int, *, tokens: int = 0) -> None:
@@ -110,6 +118,25 @@ def test_more_ranks_on_other_disks_begin_with_the_parts_of_fewer(tmp_path: Path)
     again = hosts(folders)
     assert [host.step for host in again] == [107] * 3
     assert all(host.moments() == first[0].moments() for host in again)
+
+
+@pytest.mark.parametrize(("seeds", "goes_on"), [((3, 3, 3), (0, 0, 0)), ((3, 4, 5), (0, None, None))])
+def test_other_ranks_get_a_generator_that_all_share_and_none_that_is_seeded_for_each(
+    tmp_path: Path, seeds: tuple[int, ...], goes_on: tuple[int | None, ...]
+) -> None:
+    """Else all of them would draw the same noise."""
+    folders = [tmp_path / "one", tmp_path / "two", tmp_path / "three"]
+    first = hosts(folders[:2], (5, 6), seeds)
+    for host in first:
+        torch.rand(7, generator=host.noise)
+        save(host, 7)
+    for number in (2, 3):
+        for rank, host in enumerate(hosts(folders[:number], seeds=seeds)):
+            source = rank if number == 2 else goes_on[rank]
+            begun = torch.Generator().manual_seed(seeds[rank]).get_state()
+            expected = begun if source is None else first[source].noise.get_state()
+            assert torch.equal(host.noise.get_state(), expected), (number, rank)
+            assert host.position.value == (6 if number == 2 and rank else 5)
 
 
 def test_files_of_one_name_but_of_two_runs_make_no_checkpoint(tmp_path: Path) -> None:

@@ -18,12 +18,23 @@ import diloco_node
 from diloco_node.core.bounds import REASON_BYTES
 from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
+from diloco_node.learner import boundary as boundary_module
+from diloco_node.learner import checkpoint as checkpoint_module
 from diloco_node.learner import leaving
 from diloco_node.learner.attach import Diloco
 from diloco_node.learner.boundary import StepBoundaries
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.process_signals import STOP_VARIABLE
-from diloco_node.wire.learner_link import NO_SNAPSHOT, Done, EndWanted, OfferApplied, RunAdvanced, SnapshotReady, Warned
+from diloco_node.wire.learner_link import (
+    NO_SNAPSHOT,
+    Done,
+    EndWanted,
+    Leaving,
+    OfferApplied,
+    RunAdvanced,
+    SnapshotReady,
+    Warned,
+)
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, in_background
 from tests.kit.learner_kit import Toy, session_of
 
@@ -124,6 +135,59 @@ def test_a_process_that_must_go_before_the_last_versions_came_is_not_done(
         timer.join()
         assert diloco.is_interrupted
         assert not any(isinstance(message, Done) for message in daemon.said)
+
+
+@pytest.mark.parametrize("is_before_busy", [False, True])
+def test_the_last_steps_are_merged_while_the_last_checkpoint_is_being_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_before_busy: bool
+) -> None:
+    """That of a large model takes all the time that a stop leaves, and the one before it may be under way."""
+    monkeypatch.setenv(STOP_VARIABLE, "10")
+    toy, is_merged, write = Toy(), threading.Event(), checkpoint_module.write_checkpoint
+
+    def write_slowly(*given: Any, **how: Any) -> None:
+        is_merged.wait(12.0)
+        write(*given, **how)
+
+    monkeypatch.setattr(checkpoint_module, "write_checkpoint", write_slowly)
+    with FakeDaemon(folder, codec=Codec.FP32) as daemon:
+
+        def merge() -> None:
+            daemon.wait_for(Leaving)
+            for fragment in range(2):
+                daemon.want(fragment)
+            for number in (1, 2):
+                contribution = daemon.wait_for(SnapshotReady, number).contribution
+                theta = daemon.theta[contribution.fragment]
+                daemon.commit(contribution.fragment, theta + 1, contribution.snapshot)
+            daemon.wait_for(OfferApplied, 2 + 2)
+            is_merged.set()
+
+        in_background(merge)
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            toy.step(diloco)
+            if is_before_busy:
+                diloco._save(diloco._checkpoints.save)
+            toy.step(diloco)
+            os.kill(os.getpid(), signal.SIGTERM)
+            toy.step(diloco)
+        assert is_merged.is_set()
+        place = session_of(diloco).place
+        assert (place.included_step, place.checkpoint_step) == (3, 3)
+        assert diloco.is_interrupted
+
+
+def test_last_steps_that_nobody_asks_for_are_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy = Toy()
+    monkeypatch.setattr(boundary_module, "LEAVE_PATIENCE_S", 0.1)
+    monkeypatch.setenv(STOP_VARIABLE, "100")
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        os.kill(os.getpid(), signal.SIGTERM)
+        toy.step(diloco)
+    assert "the last steps of this learner are in no merge: no leader asks for them" in caplog.text
+    assert session_of(diloco).place.checkpoint_step == 1
 
 
 def test_a_learner_of_a_removed_region_has_no_result_to_wait_for(folder: Path) -> None:

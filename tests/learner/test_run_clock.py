@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_node.core.merge.schedule import SLOWER_MAX
-from diloco_node.learner.run_clock import STEPS_MIN, RunClock
+from diloco_node.learner.run_clock import STEPS_MIN, RunClock, StepTimer
 
 
 def clock_at(pace: float, *, every: int, steps: int) -> RunClock:
@@ -79,3 +79,30 @@ def test_it_never_goes_back_and_never_beyond_the_end(told: list[tuple[int, float
             clock.told(*one)
         seen.append((clock.global_step, clock.part or 0.0))
     assert all(before[0] <= after[0] <= 2**48 and before[1] <= after[1] <= 1.0 for before, after in pairwise(seen))
+
+
+def average_of(*took: int | None) -> float:
+    """What a timer makes of the seconds of steps; None: a pause is announced that ends in the next one."""
+    timer, now_s = StepTimer(), 0
+    timer.stepped(now_s)
+    for step_s in took:
+        if step_s is None:
+            timer.pause()
+        else:
+            now_s += step_s
+            timer.stepped(now_s * 10**9)
+    return timer.average_ns / 1e9
+
+
+@pytest.mark.parametrize(
+    ("took", "average_s"),
+    [
+        ((60, 2, 2, 2), 2.0),  # the first one compiles
+        ((2, 2, 2, 2000), 2.0 + 3 * 2.0 / 8),  # an evaluation that nobody has announced
+        ((2, 2, None, 2000, 2, 2), 2.0),
+        ((None, 500, 2, 2), 2.0),
+        ((2, 2, None), 2.0),
+    ],
+)
+def test_evaluations_are_no_steps(took: tuple[int | None, ...], average_s: float) -> None:
+    assert average_of(*took) == pytest.approx(average_s)

@@ -4,7 +4,9 @@ Real ranks over Gloo, with PyTorch's own ways to cut a model, under one fake dae
 """
 
 import json
+import os
 import re
+import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 
 from diloco_node.core.types import Codec
 from diloco_node.learner.checkpoint import newest_first
-from diloco_node.shared_memory import MemoryStore
+from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, MemoryStore, PlaceMark, request_area
 from diloco_node.storage.trained import read_trained
 from diloco_node.wire.frozen_listing import frozen_difference, pack_frozen
 from diloco_node.wire.learner_link import EndWanted, OfferApplied, RunAdvanced, SnapshotReady, Warned
@@ -29,11 +31,16 @@ pytestmark = pytest.mark.e2e
 ROUNDS = 8
 """In each half a round of each fragment; in the first one of each fragment with the learner, and one without it."""
 LAYOUTS = {
-    2: ["ddp", "fsdp", "tp", "offload", "fsdp-masters", "pipeline", "experts"],
+    2: ["ddp", "fsdp", "tp", "offload", "fsdp-masters", "pipeline", "frozen stage", "experts"],
     3: ["fsdp"],  # shards of 14, 14 and 14 rows, of 4, 4 and 3, and of 1, 1 and 1
     4: ["fsdp-tp", "experts", "fsdp-experts"],  # with empty shards
     8: ["fsdp", "hsdp"],  # with empty shards; two copies of four parts each
 }
+ELSEWHERE = {
+    "pipeline": {"global frozen.weight", "global frozen.bias"},
+    "frozen stage": {"global lm_head.weight"},
+}
+"""What is frozen, or tied, on another stage is not in a stage's state."""
 RETURNS = [
     (2, "fsdp"),
     (4, "fsdp-tp"),
@@ -106,8 +113,7 @@ def test_every_layout_comes_to_the_bits_of_one_rank(
     found = states(ranks, LAYOUTS[ranks], tmp_path, rounds=ROUNDS, groups=groups)
     for layout in LAYOUTS[ranks]:
         expected = whole["whole-masters" if layout.endswith("masters") else "whole"]
-        # What is frozen on another stage is not in a stage's state.
-        elsewhere = {"global frozen.weight", "global frozen.bias"} if layout == "pipeline" else set()
+        elsewhere = ELSEWHERE.get(layout, set())
         for when in ("first", "last"):
             assert (
                 found[layout][when].items()
@@ -179,6 +185,22 @@ def test_a_checkpoint_that_lacks_a_rank_is_none(groups: Groups, tmp_path: Path) 
             assert len(list(folder.glob("*.safetensors"))) == 4, "two of each rank"
             newest = max(folder.glob("*-00001-of-00002.safetensors"))
             newest.write_bytes(newest.read_bytes()[:-1])
+
+
+def test_ranks_that_were_asked_to_stop_say_that_their_last_checkpoint_is_written(
+    groups: Groups, tmp_path: Path
+) -> None:
+    with MemoryStore(tmp_path / "memory.sock"), groups.take(2) as ranks, FakeDaemon(tmp_path):
+        ranks.attach("fsdp", tmp_path, optimizer=True)
+        ranks.ask(do="step", count=2)
+        pid = ranks.processes[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)
+        ranks.ask(do="step", count=1)
+        ranks.ask(do="close")
+        mark = PlaceMark.decode(request_area(tmp_path / "memory.sock", PLACE_AREA, PLACE_BYTES)[:])
+        assert mark is not None
+        assert (mark.step, mark.checkpoint_step, mark.is_interrupted) == (3, 3, True)
 
 
 def test_loops_in_generators_keep_a_last_checkpoint_though_no_rank_waits_for_another(

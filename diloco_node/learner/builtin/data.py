@@ -36,10 +36,11 @@ HELD_OUT_BYTES_MIN: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Bytes of text, in memory: shape (n,), uint8, to train on, and those that nobody trains on."""
+    """Bytes of text, in memory: shape (n,), uint8, to train on, and those that nobody trains on. files: read."""
 
     train: NDArray[np.uint8]
     held_out: NDArray[np.uint8]
+    files: int = 0
 
     def held_out_windows(self, count: int, context: int) -> Windows:
         """Evenly spaced held-out windows, the same for all: shape (count, context + 1). Raises ConfigError: too little
@@ -61,7 +62,7 @@ def load_corpus(paths: Sequence[str | Path] = (), *, bytes_max: int = 0) -> Corp
     installed packages are left out. About 5 % of the files, chosen by a hash of their relative path, are held out.
     Where that would leave either side without so much (SIDE_BYTES_MIN), the last 5 % of everything is.
 
-    Raises ConfigError: a path does not exist, or there is too little or too much text.
+    Raises ConfigError: a path does not exist, or there is too little or too much text. DiskRefused: see `text_files`.
     """
     contents: tuple[list[bytes], list[bytes]] = ([], [])
     total = 0
@@ -84,7 +85,7 @@ def load_corpus(paths: Sequence[str | Path] = (), *, bytes_max: int = 0) -> Corp
     if len(whole) - boundary < HELD_OUT_BYTES_MIN:
         places = ", ".join(map(str, paths)) or str(standard_library())
         raise ConfigError(f"only {len(whole)} bytes of text in {places}: give at least 32 KiB of text with --data PATH")
-    return Corpus(whole[:boundary], whole[boundary:])
+    return Corpus(whole[:boundary], whole[boundary:], files=len(contents[False]) + len(contents[True]))
 
 
 def windows_at(text: NDArray[np.uint8], starts: NDArray[np.int64], context: int) -> Windows:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import sysconfig
@@ -11,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from diloco_node.errors import ConfigError
+from diloco_node.errors import ConfigError, DiskRefused
 
 HELD_OUT_PERCENT: Final = 5
 FILES_MAX: Final = 200_000
 
 _SNIFF_BYTES: Final = 8192
-_SKIPPED_FOLDERS: Final = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
+_SKIPPED_FOLDERS: Final = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules", "lost+found"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +34,17 @@ class TextFile:
 
     @property
     def is_binary(self) -> bool:
-        """Whether there is a NUL in its first 8 KiB, or it can't be read."""
+        """Whether there is a NUL in its first 8 KiB, or it is gone. Raises DiskRefused."""
         try:
             with self.path.open("rb") as file:
                 return b"\0" in file.read(_SNIFF_BYTES)
-        except OSError:
-            return True  # a file the user named himself is only one of many
+        except FileNotFoundError:
+            return True  # gone since it was listed
+        except OSError as error:
+            raise _refusal(self.path, error) from error
 
     def read(self) -> bytes | None:
-        """Read it whole. None: it can't be read, is empty, or is binary."""
+        """Read it whole. None: it is gone, empty or binary. Raises DiskRefused."""
         return None if self.is_binary else self.path.read_bytes() or None
 
 
@@ -53,7 +54,13 @@ def standard_library() -> Path:
 
 
 def text_files(paths: Sequence[str | Path]) -> list[TextFile]:
-    """List the files of a corpus, path after path, sorted by name in each. Raises ConfigError: none, or too many."""
+    """List the files of a corpus, path after path, sorted by name in each.
+
+    Raises:
+        ConfigError: a path is not there, or has too many.
+        DiskRefused: one can't be read, or is without files, as a folder whose disk is not mounted yet. The others alone
+            would be another corpus than that of the other regions.
+    """
     if not paths:
         root = standard_library()
         # Not the standard library's own tests: they are half of it, often missing, and repeat themselves.
@@ -66,25 +73,40 @@ def _files_at(path: Path) -> list[TextFile]:
     if path.is_file():
         return [TextFile(path.name, path)]
     if path.is_dir():
-        return [TextFile(name, path / name) for name in files_below(path)]
+        if names := files_below(path):
+            return [TextFile(name, path / name) for name in names]
+        raise DiskRefused(
+            f"data path {path} has no files: mount its disk, put text there, or take it out of data.paths"
+        )
     raise ConfigError(f"data path {path} does not exist: give files or folders of text with --data PATH, or none")
 
 
 def files_below(root: Path) -> list[str]:
     """Relative paths of the files below, sorted, without hidden files, links and folders of installed packages, which
-    are not entered: a restarted learner waits for it. Raises ConfigError: more than FILES_MAX files."""
+    are not entered: a restarted learner waits for it. Raises ConfigError: more than FILES_MAX files. DiskRefused."""
     names: list[str] = []
     folders = [""]
     while folders:
         prefix = folders.pop()
-        with contextlib.suppress(OSError), os.scandir(root / prefix) as entries:
-            for entry in entries:
-                if entry.name in _SKIPPED_FOLDERS or entry.name.startswith("."):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(f"{prefix}{entry.name}/")
-                elif entry.is_file(follow_symlinks=False):
-                    names.append(prefix + entry.name)
+        try:
+            with os.scandir(root / prefix) as entries:
+                for entry in entries:
+                    if entry.name in _SKIPPED_FOLDERS or entry.name.startswith("."):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(f"{prefix}{entry.name}/")
+                    elif entry.is_file(follow_symlinks=False):
+                        names.append(prefix + entry.name)
+        except OSError as error:
+            if not prefix or not isinstance(error, FileNotFoundError):  # else gone since it was listed
+                raise _refusal(root / prefix, error) from error
         if len(names) > FILES_MAX:
             raise ConfigError(f"more than {FILES_MAX} files below {root}: give a smaller folder with --data PATH")
     return sorted(names)
+
+
+def _refusal(path: Path, error: OSError) -> DiskRefused:
+    return DiskRefused(
+        f"data path {path} can't be read ({error.strerror}): mount its disk, make it readable, or take it out of "
+        "data.paths, in all regions alike"
+    )

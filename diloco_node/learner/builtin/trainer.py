@@ -153,6 +153,9 @@ class Trainer:
         self.corpus.held_out_windows(1, settings.context)  # refuses text that is too short, before it joins
         self.say = say or (lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
         self.place = begin_ranks()
+        if self.place.rank == 0:  # regions with other files train on other rows
+            train, held_out = self.corpus.train.nbytes, self.corpus.held_out.nbytes
+            self.say(f"files={self.corpus.files} train_bytes={train} held_out_bytes={held_out}")
         self.model = ByteGPT(settings, seed=settings.seed).to(self.place.device)
         self._loss = on_ranks(self.model, self.model.loss, shard=settings.shard, place=self.place)
         self.optimizer = build_adamw(self.model, lr=settings.lr)

@@ -1,10 +1,13 @@
 """Which files are the text of a corpus, in which order, and which of them are held out."""
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from diloco_node.errors import ConfigError
+from diloco_node.errors import ConfigError, DiskRefused
 from diloco_node.learner.builtin import text_files as module
 from diloco_node.learner.builtin.text_files import TextFile, files_below, text_files
 
@@ -17,6 +20,49 @@ def test_files_come_in_order_of_their_paths_and_links_are_left_out(tmp_path: Pat
     (tmp_path / "linked").symlink_to(tmp_path / "b")
     assert files_below(tmp_path) == ["B.txt", "a.txt", "b.txt", "b/a/c.txt", "b/z.txt"]
     assert [file.name for file in text_files([tmp_path / "b", tmp_path / "a.txt"])] == ["a/c.txt", "z.txt", "a.txt"]
+
+
+def test_a_folder_whose_disk_is_not_there_yet_is_no_corpus(tmp_path: Path):
+    """The text of the other paths alone would be other rows than those of the other regions."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DiskRefused, match=r"data path .*disk has no files: mount its disk"):
+        text_files([tmp_path / "a.txt", tmp_path / "disk"])
+    assert DiskRefused.exit_code not in (0, 2), "the supervisor starts the learner again"
+
+
+@pytest.mark.parametrize("folder", ["", "b"])
+def test_what_can_not_be_read_is_refused_and_what_is_gone_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "c.txt").write_text("text")
+    (tmp_path / "a.txt").write_text("text")
+    scan = os.scandir
+    for fault, text in ((errno.ESTALE, "Stale file handle"), (errno.EACCES, "denied"), (errno.ENOENT, "No such")):
+
+        def refuse(path: Path, fault: int = fault) -> Any:
+            if path == tmp_path / folder:
+                raise OSError(fault, os.strerror(fault), str(path))
+            return scan(path)
+
+        monkeypatch.setattr(module.os, "scandir", refuse)
+        if folder and fault == errno.ENOENT:
+            assert files_below(tmp_path) == ["a.txt"]
+            continue
+        with pytest.raises(DiskRefused, match=rf"can't be read \(.*{text}.*\): mount its disk"):
+            text_files([tmp_path])
+
+
+def test_a_file_that_can_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "t.txt").write_text("text")
+
+    def refuse(path: Path, *_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DiskRefused, match=r"t\.txt can't be read"):
+        TextFile("t.txt", tmp_path / "t.txt").read()
 
 
 @pytest.mark.parametrize("content", [b"", b"x\0y", None])
