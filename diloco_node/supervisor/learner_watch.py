@@ -188,12 +188,11 @@ class LearnerWatch:
             if self._stepped_s is not None:
                 self._pauses.append(self.awake_s(self._stepped_s))
             self._mark, self._stepped_s = mark, now_s
-        elif self._stepped_s is not None and 0 < self._hang_s and self.awake_s(self._stepped_s) > self.limit_s:
+        elif self._stepped_s is not None and self._hang_s > 0 and self.awake_s(self._stepped_s) > self.limit_s:
             longest_s = max(self._pauses, default=0.0)
-            pauses = f"its longest pause before was {longest_s:.1f} s"
+            still = f"no step for {self.awake_s(self._stepped_s):.0f} s, its longest pause before was {longest_s:.1f} s"
             return self._hang(
-                f"no step for {self.awake_s(self._stepped_s):.0f} s, {pauses}. Longer ones, such as evaluations, belong into "
-                '`with diloco.busy("evaluation"):`',
+                f'{still}. Longer ones, such as evaluations, belong into `with diloco.busy("evaluation"):`',
                 now_s,
             )
         return Action.NOTHING

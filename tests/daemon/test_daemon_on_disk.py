@@ -72,7 +72,7 @@ async def test_a_budget_that_the_disk_refuses_is_told_and_not_taken(
     save_manifest(spec.state_dir, MANIFEST)
     file, codes = spec.state_dir / "run.toml", []
     file.write_text('[run]\nid = "run"\n[regions.a]\naddress = "h:1"\n[budget]\negress = "1 Mbit/s"\n')
-    daemon = Daemon(dataclasses.replace(spec, config_file=file), codes.append)
+    daemon = Daemon(dataclasses.replace(spec, config_file=file), lambda code, _: codes.append(code))
     running = asyncio.create_task(daemon.run())
     await eventually(lambda: bool(nodes))
     before, refusal = daemon.spec.budget, OSError(errno.ENOSPC, "full")
