@@ -36,6 +36,9 @@ from diloco_node.errors import INTERRUPTED_CODE, ConfigError, DilocoError
 from diloco_node.escaping import escaped
 
 DEBUG_FLAG = "--debug"
+LIST_FLAG: Final = "--preload"
+"""Takes a list, which may be empty."""
+
 RUN: Final = "Run a region"
 LOOK: Final = "Look at a run"
 CHANGE: Final = "Change a run"
@@ -119,9 +122,11 @@ def _check_words(words: Sequence[str]) -> None:
 
     Raises ConfigError.
     """
-    for number, word in enumerate(words):
-        if not word or (word.startswith("--") and word.endswith("=") and word.count("=") == 1):
-            at = " ".join(words[: number + 1]) + ("" if word else "''")
+    for number, word in enumerate(words, start=1):
+        is_flag = word.startswith("--") and word.endswith("=") and word.count("=") == 1
+        flag = word[:-1] if is_flag else words[max(number - 2, 0)]
+        if (is_flag or not word) and flag != LIST_FLAG:
+            at = " ".join(words[:number]) + "''" * (not word)
             raise ConfigError(f"{at}: this is empty, perhaps a variable that is not set: give a value, or leave it out")
 
 

@@ -137,7 +137,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
         (["--set", "learner.preload=torch", "--", sys.executable, "train.py"], ("torch", DYNAMO, WARM)),
         # What starts its ranks itself can't be forked: the supervisor says so to who would expect it.
         (["--set", "model.ranks=2"], (TRAINER, WARM)),
-        (["--set", "model.ranks=2", "--preload", ""], ()),
+        (["--set", "model.ranks=2", "--preload="], ()),
         (["--preload", "torch", "--", *TORCHRUN, "train.py"], ("torch", DYNAMO, WARM)),
         (["--", *TORCHRUN, "train.py"], ()),
     ],
