@@ -159,6 +159,7 @@ class Session:
     ) -> None:
         self._peer = peer
         self._env = env
+        # Of the time before the streams were made: never newer than the one that the peer saw.
         self._own_certificate = own
         self.intake = intake
         # Control first, then bulk in the order of their numbers. The session closes them all.

@@ -20,8 +20,8 @@ BURST_NS_MAX: Final = 150_000_000
 """On a machine whose timers are later (`set_lateness`) a bucket saves up more, but never more than this."""
 
 DEBT_NS_MAX: Final = 10 * NS_PER_S
-"""A bucket pays for as long at most. What nobody can hold back, acknowledgements and what was under way when the rate
-was lowered, would else stop bulk for minutes, and a link that has no turn for one minute is given up.
+"""A bucket pays for as long at most. Else acknowledgements, and bytes that were under way when the rate was lowered,
+would stop bulk for minutes; a link that has no turn for one minute is given up.
 """
 
 PIECE_NS: Final = 10_000_000
