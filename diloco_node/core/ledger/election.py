@@ -26,8 +26,8 @@ TERM_STEP_MAX: Final = 1024
 each second for a day follows within 90 messages; one that lies would need 2^53 of them to use up the numbers."""
 
 TERMS_AHEAD: Final = 1 << 16
-"""Who goes on alone begins so far above every term that the others can have come to since: with an election each second
-in 18 hours without a leader."""
+"""Terms between a ledger and what a region adds that goes on alone. The others come to no such term in 18 hours without
+a leader, with an election each second."""
 
 CLAIM_RESTS_MAX: Final = 512
 """Election timeouts between two claims of one follower that are heeded, at most: ten minutes of them by default."""

@@ -428,7 +428,7 @@ class LedgerCore(LedgerState):
         settled = ", which is committed here" if index <= self.cluster_commit_index else ""
         text = f"{peer} leads with {self._log.difference(index, entry_hash)}{settled}: not followed"
         is_signed = self.newer_roster.changes > self.disks.roster.changes
-        if is_signed and self.term - self._log.last_term >= TERMS_AHEAD:
+        if is_signed and self.term - self._log.last_term > TERMS_AHEAD // 2:
             text += f". It is `members recover` that dropped what this folder holds: empty that of {self._region}"
         self._contradict(peer, text)
         own_hash = self._log.hash_at(index)
