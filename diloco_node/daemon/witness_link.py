@@ -364,7 +364,7 @@ class WitnessLink:
             entry_hash = decode_record(answer.data).entry_of(request.fragment, request.version, request.digest)
             return bucket.payloads.read(_key(entry_hash), size_bytes, pace=pace) if entry_hash else None
 
-        self.fetcher.expects(name, header, size_bytes)  # no watchdog: the request has its own time limits
+        self.fetcher.expects(name, header, size_bytes)  # it is on its way from here on
         body = None
         with contextlib.suppress(DilocoError, RuntimeError):
             body = await in_thread(self._threads, read)
