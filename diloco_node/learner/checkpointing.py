@@ -189,15 +189,15 @@ class Checkpointing:
         return base
 
     def _movable(self, ranks: Ranks) -> dict[str, Any]:
-        """What of `stateful` a rank may take from another's file: no generator that the script seeds for each rank."""
-        generators = {name: part for name, part in self.stateful.items() if isinstance(part, KeptGenerator)}
-        states = {name: sha256(part.text().encode()).hexdigest() for name, part in generators.items()}
+        """Return `stateful` for a rank that takes another's: no generators that the script seeds for each rank."""
+        generators = {name: item for name, item in self.stateful.items() if isinstance(item, KeptGenerator)}
+        states = {name: sha256(item.text().encode()).hexdigest() for name, item in generators.items()}
         rows = [json.loads(text) for text in ranks.all_bytes(json.dumps(states).encode())]
-        own = {name for name, state in states.items() if any(row.get(name) != state for row in rows)}
-        if ranks.is_first or not own:
+        names = {name for name, state in states.items() if any(row.get(name) != state for row in rows)}
+        if ranks.is_first or not names:
             return self.stateful
-        log.warning("begun anew, for the region had another number of ranks: %s", ", ".join(sorted(own)))
-        return {name: part for name, part in self.stateful.items() if name not in own}
+        log.warning("begun anew, for the region had another number of ranks: %s", ", ".join(sorted(names)))
+        return {name: item for name, item in self.stateful.items() if name not in names}
 
     @property
     def written_step(self) -> int:
