@@ -18,7 +18,6 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner import attach as attach_module
 from diloco_node.learner.checkpoint import read_checkpoint
 from diloco_node.learner.revert import VERSIONS_REVERTED
-from diloco_node.learner.run_clock import StepTimer
 from diloco_node.storage.trained import Trained, TrainedCounter, read_trained
 from diloco_node.wire.learner_link import (
     NO_SNAPSHOT,
@@ -478,13 +477,3 @@ def test_settle_applies_without_stepping(folder: Path) -> None:
         np.testing.assert_array_equal(vector(diloco, 1), daemon.theta[1])
         assert diloco.steps == 0
         assert read_trained(folder) == (Trained(1, 0, 0),)
-
-
-def test_step_time_is_a_moving_average() -> None:
-    timer = StepTimer()
-    timer.stepped(1000)
-    assert timer.average_ns == 0
-    timer.stepped(1500)
-    assert timer.average_ns == 500
-    timer.stepped(3000)
-    assert timer.average_ns == 600  # 500 + 0.1 (1500 - 500)

@@ -102,6 +102,8 @@ def average_of(*took: int | None) -> float:
         ((2, 2, None, 2000, 2, 2), 2.0),
         ((None, 500, 2, 2), 2.0),
         ((2, 2, None), 2.0),
+        ((9, 2, 4), 2.0 + 2.0 / 8),
+        ((), 0.0),
     ],
 )
 def test_evaluations_are_no_steps(took: tuple[int | None, ...], average_s: float) -> None:

@@ -41,4 +41,4 @@ def test_a_model_that_is_cut_trains_and_is_evaluated_like_copies_of_it(tmp_path:
     copies, cut = outcomes(2, [settings | {"shard": shard} for shard in ("ddp", "fsdp")])
     assert copies["val_loss"] < copies["loss_first"] - 0.2
     assert cut["val_loss"] == pytest.approx(copies["val_loss"], abs=1e-4)
-    assert [line.split()[0] for line in cut["said"]] == ["step=2", "step=4", "step=5"]
+    assert [line.split()[0] for line in cut["said"]] == ["files=1", "step=2", "step=4", "step=5"]
