@@ -338,7 +338,8 @@ class Diloco(LoopView):
                 for boundary in self._boundaries.settle(seconds):
                     self._crossed(boundary)
             except LearnerError as error:
-                self._refuse(error)
+                if self._ranks.can_meet:  # else nothing was begun
+                    self._refuse(error)
                 raise
             self._watch.note_writes(self._boundaries.fragments.applied)
 
@@ -382,17 +383,16 @@ class Diloco(LoopView):
         try:
             foreign = self._watch.foreign_write() if self._watch is not None else ""
             has_result = end_on_final(boundaries, self._warn, foreign)
-            # To merge the last steps takes all the time that a stop leaves: a checkpoint is written meanwhile.
-            is_leaving = boundaries.are_leaving(self.should_stop)
-            self._save(self._checkpoints.begin if is_leaving else self._checkpoints.save_now)
-            if boundaries.are_leaving(self.should_stop):
+            self._save(self._checkpoints.begin)  # before ranks meet, one may be gone; written while steps are merged
+            if is_leaving := boundaries.are_leaving(self.should_stop):
                 if session is not None:
                     self._report(session)  # rounds are opened for the steps that were reported
                     if foreign and session.has_unmerged_steps:
                         self._warn(foreign)
                 for boundary in boundaries.leave(0.0 if foreign else self._terminate.deadline_s):
                     self._crossed(boundary)
-                self._save(self._checkpoints.finish)
+            self._save(self._checkpoints.finish)
+            if is_leaving:
                 boundaries.tell_written()
                 was_over = self.should_stop and not self.is_interrupted
                 self.is_interrupted = not is_at_end(boundaries, self._warn, was_over, has_result)
