@@ -22,7 +22,7 @@ from diloco_node.core.ledger.roster import Authority, no_authority
 from diloco_node.core.ledger.summary import decode_summary, summed_roster
 from diloco_node.core.membership.farewell import Farewell
 from diloco_node.core.membership.liveness import Liveness
-from diloco_node.core.membership.replacement import DiskReplacement, incarnation_min
+from diloco_node.core.membership.replacement import DiskReplacement, next_incarnation
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import due_fragments
 from diloco_node.core.objections import Objections
@@ -232,10 +232,12 @@ class RegionCore:
         return self.ledger.is_own_disk_sound
 
     @property
-    def incarnation_min(self) -> int:
-        """The least number for a new life of this region's learner, whatever lives its folder knows of."""
+    def incarnation_rule(self) -> Callable[[int], int]:
+        """The number for a new life of this region's learner, by the newest life that its folder knows of; for any
+        thread."""
         replacements = self.ledger.disks.roster.replacements(self._region)
-        return incarnation_min(self.history.account.newest_incarnation(self._region), replacements)
+        newest = self.history.account.newest_incarnation(self._region)
+        return lambda newest_here: next_incarnation(max(newest, newest_here), replacements)
 
     @property
     def is_replaying(self) -> bool:

@@ -66,7 +66,8 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the Trainer is {args.parallel_mode.value}: each rank "
                 "would train a model of its own. On a CPU, give TrainingArguments(use_cpu=True)"
             )
-        if args.n_gpu > 1:
+        is_quantized = any(getattr(context["model"], f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
+        if args.n_gpu > 1 and not is_quantized:  # as the Trainer decides
             raise LearnerError(
                 f"the Trainer has {args.n_gpu} GPUs in one process, and their tokens can't be counted: start it by "
                 "torchrun, with a process for each GPU, or give it one GPU by CUDA_VISIBLE_DEVICES"

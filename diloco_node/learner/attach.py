@@ -383,15 +383,15 @@ class Diloco(LoopView):
         try:
             foreign = self._watch.foreign_write() if self._watch is not None else ""
             has_result = end_on_final(boundaries, self._warn, foreign)
-            self._save(self._checkpoints.begin)  # before ranks meet, one may be gone; written while steps are merged
             if is_leaving := boundaries.are_leaving(self.should_stop):
+                self._save(partial(self._checkpoints.begin, are_idle=boundaries.are_idle()))  # written meanwhile
                 if session is not None:
                     self._report(session)  # rounds are opened for the steps that were reported
                     if foreign and session.has_unmerged_steps:
                         self._warn(foreign)
                 for boundary in boundaries.leave(0.0 if foreign else self._terminate.deadline_s):
                     self._crossed(boundary)
-            self._save(self._checkpoints.finish)
+            self._save(self._checkpoints.finish if is_leaving else self._checkpoints.save_now)
             if is_leaving:
                 boundaries.tell_written()
                 was_over = self.should_stop and not self.is_interrupted

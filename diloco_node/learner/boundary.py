@@ -158,6 +158,10 @@ class StepBoundaries:
         """
         return self.ranks.can_meet and (is_stopping or self.are_asked_to_stop())
 
+    def are_idle(self) -> bool:
+        """Whether all ranks could write a checkpoint now. All call it."""
+        return all(self.ranks.all_bytes(b"1" if self.checkpoints.is_idle else b""))
+
     def tell_written(self) -> None:
         """Write which checkpoint is on disk, where no boundary follows. All ranks call it."""
         step = self.checkpoints.written_step

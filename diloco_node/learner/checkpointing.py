@@ -267,10 +267,13 @@ class Checkpointing:
         if self._loop_state is not None:
             self._loop_state.hold(tensors)
 
-    def begin(self, progress: TrainingProgress) -> None:
-        """Save now, or at the next boundary by which the one before is written."""
+    def begin(self, progress: TrainingProgress, *, are_idle: bool) -> None:
+        """Save now, or at the next boundary by which all ranks have written the one before: files of one moment.
+
+        are_idle: whether all of them have.
+        """
         self._saved_at_s = -math.inf
-        if self.is_idle:
+        if are_idle:
             self.save(progress)
 
     def finish(self, progress: TrainingProgress) -> None:

@@ -289,7 +289,6 @@ class LearnerSession:
 
     def pause(self, activity: str, *, since_s: float, limit_s: float) -> None:
         """Write that the loop makes no steps for a while, and why; an empty activity: it goes on."""
-        self.timer.pause()
         mark = replace(self.place, is_interrupted=self._has_stop())
         self._write_place(replace(mark, activity=activity, since_s=since_s, limit_s=limit_s))
 

@@ -16,7 +16,10 @@ STEPS_MIN: Final = 8
 
 
 class StepTimer:
-    """Moving average of the time of one inner step, in nanoseconds; 0 until two steps were made."""
+    """Moving average of the time from one inner step to the next, in nanoseconds; 0 until two steps were made.
+
+    A pause counts as four steps at most. It is not left out: a loop may have one in each step.
+    """
 
     def __init__(self) -> None:
         self._average = MovingAverage()
@@ -24,7 +27,7 @@ class StepTimer:
 
     @property
     def average_ns(self) -> int:
-        """Now, without announced pauses."""
+        """Now."""
         return self._average.average_ns
 
     def stepped(self, now_ns: int) -> None:
@@ -32,10 +35,6 @@ class StepTimer:
         if self._last_ns is not None:
             self._average = self._average.after(now_ns - self._last_ns)
         self._last_ns = now_ns
-
-    def pause(self) -> None:
-        """Leave the step under way out: it has a pause in it."""
-        self._last_ns = None
 
 
 class _Advance:

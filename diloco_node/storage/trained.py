@@ -13,7 +13,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,14 +189,14 @@ def newest_incarnation(state_dir: Path) -> int:
     return max((number for number, _ in _counter_files(state_dir)), default=0)
 
 
-def allot_incarnation(state_dir: Path, *, incarnation_min: int = 1) -> int:
+def allot_incarnation(state_dir: Path, rule: Callable[[int], int] = lambda newest: newest + 1) -> int:
     """A number for a new life of the learner, higher than every one before; its counter file is durable on return.
 
-    incarnation_min: one more than the highest that the ledger knows of this region; matters when the disk was lost.
+    rule: gives it, by the newest life in the folder; the ledger may know of more, when the disk was lost.
 
     Raises StorageError: the file can't be made.
     """
-    number = max(incarnation_min, newest_incarnation(state_dir) + 1)
+    number = rule(newest_incarnation(state_dir))
     path = _counter_path(state_dir, number)
     try:
         make_folder(path.parent)

@@ -288,8 +288,8 @@ class LearnerWatch:
         within_s = now_s - self._crashed_s[0]
         if len(self._crashed_s) == CRASHES_MAX and within_s <= CRASHES_WITHIN_S:
             times = f"crashed {CRASHES_MAX} times in {max(1, round(within_s / 60))} min"
-        elif self._refusals == REFUSALS_MAX:
-            times = f"went on outside of the run {REFUSALS_MAX} times"
+        elif self._refusals >= REFUSALS_MAX:
+            times = f"went on outside of the run {self._refusals} times"
         else:
             return True
         self.state = "stopped"

@@ -191,8 +191,13 @@ def test_ranks_that_the_trainer_does_not_bring_together_are_refused(
 def test_a_trainer_that_spreads_a_batch_over_gpus_is_refused(folder: Path) -> None:
     trainer, callback, _ = hf_trainer(folder)
     trainer.args._n_gpu = 2
+    context = {"model": trainer.model, "optimizer": trainer.create_optimizer()}
     with pytest.raises(LearnerError, match=r"the Trainer has 2 GPUs in one process.*torchrun"):
-        callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control, **context)
+    trainer.model.is_loaded_in_4bit = True  # the Trainer leaves such a model whole
+    with FakeDaemon(folder):
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control, **context)
+        callback.on_train_end(trainer.args, trainer.state, trainer.control)
 
 
 def test_a_trainers_evaluations_and_saves_are_pauses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from diloco_node.learner.pauses import BUSY_MAX_S, CallbackPause
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from diloco_node.wire.learner_link import Done, Leaving, OfferApplied, Report, SnapshotReady, Warned
 from tests.kit.fake_daemon import FakeDaemon
-from tests.kit.learner_kit import Toy, session_of
+from tests.kit.learner_kit import Toy
 
 
 def place(folder: Path) -> PlaceMark:
@@ -253,16 +253,3 @@ def test_a_learner_of_a_run_that_is_over_does_not_wait(folder: Path, monkeypatch
                 toy.step(diloco)
         daemon.wait_for(Done)
         assert not [message for message in daemon.said if isinstance(message, Leaving)]
-
-
-def test_the_time_of_an_announced_pause_is_in_no_step(folder: Path) -> None:
-    toy = Toy()
-    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco:
-        for _ in range(2):
-            toy.step(diloco)
-        timer = session_of(diloco).timer
-        before_ns = timer.average_ns
-        with diloco.busy("evaluation"):
-            assert before_ns > 0
-        toy.step(diloco)
-        assert timer.average_ns == before_ns

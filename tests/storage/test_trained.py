@@ -34,8 +34,8 @@ def test_incarnations_grow_and_start_at_zero(tmp_path: Path) -> None:
 
 
 def test_lost_disk_does_not_reuse_a_number_of_the_ledger(tmp_path: Path) -> None:
-    assert allot_incarnation(tmp_path, incarnation_min=7) == 7
-    assert allot_incarnation(tmp_path, incarnation_min=3) == 8
+    assert allot_incarnation(tmp_path, lambda newest: max(7, newest + 1)) == 7
+    assert allot_incarnation(tmp_path, lambda newest: max(3, newest + 1)) == 8
 
 
 @pytest.fixture

@@ -48,12 +48,12 @@ majority; then an order is dropped, for no merge is decided in the meantime."""
 RUN_IS_OVER: Final = f"the run is over: {WAY_ON}"
 
 
-def incarnation_min(newest: int, replacements: int) -> int:
-    """The least number for a new life of a region's learner, whatever lives the region's folder knows of.
+def next_incarnation(newest: int, replacements: int) -> int:
+    """The number for a new life of a region's learner. newest: life that the ledger or the region's folder knows of.
 
     A folder that was lost may have handed out numbers that no entry names yet, while other regions still hold what
-    those lives contributed. So the numbers are dealt to the folders in blocks, in turn, and a folder begins with its
-    next block above the newest in the ledger: after so many replacements in that of so many lost folders.
+    those lives contributed. So the numbers are dealt to the folders in blocks, in turn: a folder whose next number is
+    in another's block goes on in its own next one.
     """
     number = newest + 1
     block = number // LIVES_UNKNOWN_MAX

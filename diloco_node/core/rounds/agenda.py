@@ -161,19 +161,21 @@ class Agenda:
         if round_.is_last and self._ending is not None:
             self._ending.pending.discard(round_.fragment)
             contributions = round_.decision.contributions if round_.decision else ()
-            self._note_unmerged(round_.fragment, {item.learner for item in contributions}, now_ns)
+            cause = "their contributions to the last round did not come, or were refused"
+            self._note_unmerged(round_.fragment, cause, now_ns, {item.learner for item in contributions})
 
     def pausing_members(self, round_: OpenRound, *, now_ns: int) -> tuple[str, ...]:
         """Return the members of a last round's ballot that did not contribute, for they make no steps at the moment.
 
         Their steps would be in no merge: the round is to be opened again when they go on. Once between two pauses a
-        learner is believed to pause before that is sure.
+        learner is believed to pause before that is sure, at a ballot's deadline.
         """
         ending, fragment = self._ending, round_.fragment
         if ending is None or not round_.is_last or fragment not in ending.pending:
             return ()
+        is_sure = fragment in ending.excused or now_ns < round_.deadline_ns
         half_ns = round_.ballot_at_ns + round_.deadline.duration_ns // 2
-        pausing = self._pausing(ending, fragment, now_ns, None if fragment in ending.excused else half_ns)
+        pausing = self._pausing(ending, fragment, now_ns, None if is_sure else half_ns)
         names = tuple(name for name in round_.missing_members() if name in pausing)
         if names:
             ending.excused.add(fragment)
@@ -264,7 +266,7 @@ class Agenda:
             return self._open_last(ending, fragment, is_over, now_ns)
         if not is_over or round_.is_proposed:
             return None
-        self._note_unmerged(fragment, (), now_ns)
+        self._note_unmerged(fragment, f"the last round is given up while it {round_.wait_reason()}", now_ns)
         ending.pending.discard(fragment)
         return GiveUp(fragment)
 
@@ -278,7 +280,7 @@ class Agenda:
         if members and not is_over:
             return Opening(fragment, "the last round", is_last=True)
         self._effects.note("skipped", "no learner contributes to a last round", fragment=fragment)
-        self._note_unmerged(fragment, (), now_ns)
+        self._note_unmerged(fragment, "no last round could be held with them", now_ns)
         ending.pending.discard(fragment)
         return None
 
@@ -287,9 +289,9 @@ class Agenda:
             return ()
         return self._eligibility.pausing(fragment, now_ns=now_ns, max_ns=LAST_WAIT_NS_MAX, since_ns=since_ns)
 
-    def _note_unmerged(self, fragment: int, members: Collection[str], now_ns: int) -> None:
+    def _note_unmerged(self, fragment: int, cause: str, now_ns: int, members: Collection[str] = ()) -> None:
         """Tell whose last steps the run ends without. members: of the last round."""
         names = [name for name in self._eligibility.unmerged(fragment, now_ns=now_ns) if name not in members]
         if names:
-            text = f"the run ends without the last steps of {', '.join(names)}: no contribution to the last round came"
+            text = f"the run ends without the last steps of {', '.join(names)}: {cause}"
             self._effects.note("skipped", text, fragment=fragment, is_alarm=True)

@@ -239,10 +239,11 @@ class Eligibility:
         since_ns: without a step since then they pause; None: since they count as stalled.
         """
         step_times_ns, names = _step_times_ns(self._context.regions, self._liveness), []
+        left_out = self._book.suspensions(BallotRole.MEMBER, now_ns=now_ns)
         for name in self.unmerged(fragment, now_ns=now_ns):
             status, stepped_at_ns = self._liveness.learner(name), self._liveness.stepped_at_ns(name)
-            if status is None or status.leaving:
-                continue  # it makes no further step, and takes part all the same
+            if status is None or status.leaving or name in left_out:
+                continue  # it makes no further step and takes part all the same, or no ballot has it
             is_still = not _steps(name, self._liveness, step_times_ns, now_ns=now_ns)
             if stepped_at_ns is not None and now_ns - stepped_at_ns <= max_ns:
                 names += [name] if is_still or (since_ns is not None and stepped_at_ns < since_ns) else []

@@ -7,7 +7,7 @@ nothing that it says counts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from diloco_node.core.bounds import STEP_MAX
@@ -207,7 +207,7 @@ class Reception:
                 return
             try:
                 incarnation, predecessors, damaged_files = await in_thread(
-                    self._runtime.threads.disk, self._read_counters, attach, self._core.incarnation_min
+                    self._runtime.threads.disk, self._read_counters, attach, self._core.incarnation_rule
                 )
             except StorageError as error:
                 self._note(Note("disk", f"no counters for a new learner: {error}", is_alarm=True))
@@ -219,13 +219,15 @@ class Reception:
             if number == self._attaches:
                 self._welcome_as(attach, incarnation, predecessors)
 
-    def _read_counters(self, attach: Attach, incarnation_min: int) -> tuple[int, tuple[Trained, ...], tuple[str, ...]]:
+    def _read_counters(
+        self, attach: Attach, rule: Callable[[int], int]
+    ) -> tuple[int, tuple[Trained, ...], tuple[str, ...]]:
         """Read, in the disk's thread, what a welcome needs of the folder: the learner's incarnation, the counters of
         those before it, and the files that were set aside. Raises StorageError."""
         damaged_files = set_damaged_aside(self._spec.state_dir)
         incarnation = attach.incarnation
         if incarnation == NEW_PROCESS:
-            incarnation = allot_incarnation(self._spec.state_dir, incarnation_min=incarnation_min)
+            incarnation = allot_incarnation(self._spec.state_dir, rule)
         counters = read_trained(self._spec.state_dir, self._learner.counters)
         return incarnation, tuple(life for life in counters if life.incarnation < incarnation), damaged_files
 

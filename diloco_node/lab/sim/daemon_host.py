@@ -354,7 +354,7 @@ class DaemonHost(Host):
             if not self.core.may_allot_incarnation:
                 self._unwelcome = learner
                 return
-            learner.incarnation = max(max(self.disk.counters, default=0) + 1, self.core.incarnation_min)
+            learner.incarnation = self.core.incarnation_rule(max(self.disk.counters, default=0))
             self.disk.counters[learner.incarnation] = (0, 0)
             self._bases.clear()
         self._lent.clear()

@@ -35,17 +35,21 @@ class TextFile:
     @property
     def is_binary(self) -> bool:
         """Whether there is a NUL in its first 8 KiB, or it is gone. Raises DiskRefused."""
-        try:
-            with self.path.open("rb") as file:
-                return b"\0" in file.read(_SNIFF_BYTES)
-        except FileNotFoundError:
-            return True  # gone since it was listed
-        except OSError as error:
-            raise _refusal(self.path, error) from error
+        head = self._read(_SNIFF_BYTES)
+        return head is None or b"\0" in head
 
     def read(self) -> bytes | None:
         """Read it whole. None: it is gone, empty or binary. Raises DiskRefused."""
-        return None if self.is_binary else self.path.read_bytes() or None
+        return None if self.is_binary else self._read() or None
+
+    def _read(self, size: int = -1) -> bytes | None:
+        try:
+            with self.path.open("rb") as file:
+                return file.read(size)
+        except FileNotFoundError:
+            return None  # gone since it was listed
+        except OSError as error:
+            raise _refusal(self.path, error) from error
 
 
 def standard_library() -> Path:
@@ -70,15 +74,20 @@ def text_files(paths: Sequence[str | Path]) -> list[TextFile]:
 
 
 def _files_at(path: Path) -> list[TextFile]:
-    if path.is_file():
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except OSError as error:  # a parent is closed, or the disk is away
+        raise _refusal(path, error) from error
+    if is_file:
         return [TextFile(path.name, path)]
-    if path.is_dir():
+    if is_folder:
         if names := files_below(path):
             return [TextFile(name, path / name) for name in names]
         raise DiskRefused(
-            f"data path {path} has no files: mount its disk, put text there, or take it out of data.paths"
+            f"data path {path} has no files but links and hidden ones: mount its disk, put text there, or take it out "
+            "of data.paths"
         )
-    raise ConfigError(f"data path {path} does not exist: give files or folders of text with --data PATH, or none")
+    raise ConfigError(f"data path {path} is no file or folder: give files or folders of text with --data PATH, or none")
 
 
 def files_below(root: Path) -> list[str]:
@@ -107,6 +116,6 @@ def files_below(root: Path) -> list[str]:
 
 def _refusal(path: Path, error: OSError) -> DiskRefused:
     return DiskRefused(
-        f"data path {path} can't be read ({error.strerror}): mount its disk, make it readable, or take it out of "
-        "data.paths, in all regions alike"
+        f"data path {path} can't be read ({error.strerror}): mount its disk, make it readable, or give data.paths "
+        "without it, in all regions alike"
     )

@@ -201,3 +201,15 @@ def test_a_learner_that_pauses_is_waited_for_before_it_is_sure_that_it_pauses_an
         office.report(slow(status(step + 1)))
         office.go(SETTINGS.heartbeat_ns)
         assert is_stepping or [round_.members for round_ in office.leader.rounds.values()] == [REGIONS, REGIONS]
+
+
+def test_who_has_not_stepped_since_a_ballot_began_pauses_only_if_its_deadline_has_passed() -> None:
+    office = Office(replace(SETTINGS, steps_max=20))
+    office.report(replace(status(20), step_time_ns=SECOND))
+    office.go()
+    round_ = office.leader.rounds[0]
+    agenda = office.leader._agenda
+    names = set(round_.missing_members())
+    assert names
+    assert agenda.pausing_members(round_, now_ns=round_.ballot_at_ns + 1) == ()
+    assert names & {*agenda.pausing_members(round_, now_ns=round_.deadline_ns)}

@@ -64,7 +64,7 @@ async def test_a_new_process_past_the_end_waits_for_a_majority(
     )
     core: Any = SimpleNamespace(
         may_allot_incarnation=True,
-        incarnation_min=1,
+        incarnation_rule=lambda newest: newest + 1,
         ledger=SimpleNamespace(leader=""),
         end=SimpleNamespace(unclosed_end=lambda _leader, *, now_ns: lack),
     )
@@ -118,7 +118,7 @@ class Desk:
         history.account.newest_incarnation = lambda _: self.newest
         core: Any = SimpleNamespace(
             may_allot_incarnation=True,
-            incarnation_min=1,
+            incarnation_rule=lambda newest: newest + 1,
             wants_initial_state=False,
             ledger=SimpleNamespace(
                 leader="b", has_caught_up=True, disks=SimpleNamespace(roster=Roster.of_voters("ab"))

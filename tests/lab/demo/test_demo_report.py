@@ -128,7 +128,7 @@ def test_losses_that_nobody_measured_are_none_and_the_worst_one_counts(run: Path
 
 def test_steps_that_no_ledger_knows_are_a_fault(run: Path) -> None:
     """A second life of a learner whose end was never booked."""
-    allot_incarnation(run / "c", incarnation_min=2)
+    allot_incarnation(run / "c", lambda _: 2)
     counter = sorted((run / "c" / "learner").glob("trained-*"))[-1]
     counter.write_bytes(counter_file(7, 700))
     report = build_report(run, NAMES)

@@ -26,7 +26,7 @@ def test_a_folder_whose_disk_is_not_there_yet_is_no_corpus(tmp_path: Path):
     """The text of the other paths alone would be other rows than those of the other regions."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DiskRefused, match=r"data path .*disk has no files: mount its disk"):
+    with pytest.raises(DiskRefused, match=r"data path .*disk has no files but links and hidden ones: mount its disk"):
         text_files([tmp_path / "a.txt", tmp_path / "disk"])
     assert DiskRefused.exit_code not in (0, 2), "the supervisor starts the learner again"
 
@@ -63,6 +63,22 @@ def test_a_file_that_can_not_be_read_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(DiskRefused, match=r"t\.txt can't be read"):
         TextFile("t.txt", tmp_path / "t.txt").read()
+
+
+@pytest.mark.parametrize("fault", [errno.EACCES, errno.ESTALE, errno.ENOTCONN])
+def test_a_path_of_a_disk_that_is_away_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: int):
+    def refuse(path: Path, **_: object) -> os.stat_result:
+        raise OSError(fault, os.strerror(fault), str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(DiskRefused, match=r"data path .*corpus can't be read"):
+        text_files([tmp_path / "corpus"])
+
+
+def test_a_file_that_goes_while_it_is_read_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "t.txt").write_text("text")
+    monkeypatch.setattr(TextFile, "is_binary", property(lambda file: file.path.unlink()))
+    assert TextFile("t.txt", tmp_path / "t.txt").read() is None
 
 
 @pytest.mark.parametrize("content", [b"", b"x\0y", None])
