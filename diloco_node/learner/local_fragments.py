@@ -391,7 +391,7 @@ class LearnerFragments:
             if self._own is None and self.is_placed:
                 self._own = self.own_vectors()
             self._ended.add(index)
-        elif index in self._ended:  # the run goes on: by another leader, or with wider limits
+        elif index in self._ended and self.is_placed:  # the run goes on: by another leader, or with wider limits
             self._own = None
             self._ended.clear()
         plan, kept_steps = self._plan(position, snapshot, version)
