@@ -187,6 +187,8 @@ class Daemon:
     def _end_in_time(self) -> None:
         """End the process: who sent the signal may kill it soon."""
         self._stop_s = limit_to_kill_s()
+        if self._ended is not None and self._ended.done():  # its own end was to have more time
+            self._on_stop(int(self._ended.exception() is not None), self._stop_s)
         self.end()
 
     def end(self, error: BaseException | None = None) -> None:

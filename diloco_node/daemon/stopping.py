@@ -26,7 +26,10 @@ STOP_SHARE: Final = 0.8
 """Share of these seconds after which the process ends itself."""
 
 DRAIN_SHARE: Final = 0.4
-"""Share of these seconds in which a leader hands over; the admin port's last requests have 2 s, files the rest."""
+"""Share of these seconds in which a leader hands over."""
+
+ADMIN_SHARE: Final = 0.15
+"""Share of these seconds for the admin port's last requests; files and links have the rest."""
 
 log = structlog.get_logger()
 
@@ -55,7 +58,7 @@ class StopDeadline:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def arm(self, code: int, stop_s: float) -> None:
-        """Begin to count, once, in a task of the loop that stops. stop_s: until the process might be killed."""
+        """Begin to count, in the loop that stops; again if less is left. stop_s: until the process might be killed."""
         self.code, self._loop = code, asyncio.get_running_loop()
         seconds = STOP_SHARE * stop_s
         timer = threading.Timer(seconds, self._end, [seconds])

@@ -29,6 +29,10 @@ COMMIT_LATE: Final = 10.0
 """Times the usual time between two commits."""
 
 COMMIT_LATE_MIN_S: Final = 30.0
+PAUSE_TIMES: Final = 3.0
+PAUSE_MIN_S: Final = 1800.0
+"""Without a commit for so many times what is late, and for so long, no evaluation is an excuse."""
+
 SILENT_STEPS: Final = 10.0
 """Times a step: evaluations and checkpoints are pauses, too."""
 
@@ -236,10 +240,11 @@ def _standstill(document: Document) -> str:
     """
     age_s, usual_s = number(document, "commit_age_seconds"), number(document, "usual_commit_seconds")
     learner = section(document, "learner")
-    if age_s is None or usual_s is None or section(learner, "busy"):
+    if age_s is None or usual_s is None:
         return ""
-    pause_age_s = number(learner, "pause_age_seconds")
-    if min(age_s, age_s if pause_age_s is None else pause_age_s) <= max(COMMIT_LATE_MIN_S, COMMIT_LATE * usual_s):
+    late_s, pause_age_s = max(COMMIT_LATE_MIN_S, COMMIT_LATE * usual_s), number(learner, "pause_age_seconds")
+    is_excused = bool(section(learner, "busy")) or (pause_age_s is not None and pause_age_s <= late_s)
+    if age_s <= (max(PAUSE_MIN_S, PAUSE_TIMES * late_s) if is_excused else late_s):
         return ""
     return f"no round was committed for {duration(age_s)}, usually one every {duration(usual_s)}"
 

@@ -229,6 +229,28 @@ async def test_a_signal_leaves_as_much_time_as_the_supervisor_that_sends_it(
     assert (limits, drains) == ([(0, stop_s)], [stop_s])
 
 
+async def test_a_signal_in_a_runs_own_end_leaves_as_much_time_as_the_supervisor_that_sends_it(
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STOP_VARIABLE, "7.5")
+    save_manifest(spec.state_dir, MANIFEST)
+    limits: list[tuple[int, float]] = []
+    daemon = Daemon(spec, lambda code, limit_s: limits.append((code, limit_s)))
+    drain = node_module.Node.drain
+
+    async def slow_drain(node: node_module.Node, limit_s: float) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await eventually(lambda: len(limits) > 1)
+        await drain(node, limit_s)
+
+    monkeypatch.setattr(node_module.Node, "drain", slow_drain)
+    running = asyncio.create_task(daemon.run())
+    await eventually(lambda: daemon.node is not None)
+    daemon.end()
+    assert await asyncio.wait_for(running, 120) == 0
+    assert limits == [(0, STOP_S_DEFAULT), (0, 7.5)]
+
+
 async def test_a_disk_that_refuses_at_the_end_takes_the_reason_away_from_nobody(
     spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from diloco_node.daemon.node import END_POLL_S
+from diloco_node.daemon.stopping import ADMIN_SHARE, DRAIN_SHARE, STOP_S_DEFAULT, STOP_SHARE
+
 STUCK = """
 import asyncio, threading, time
 from diloco_node.daemon.stopping import StopDeadline
@@ -63,3 +66,8 @@ def test_a_thread_that_python_waits_for_is_waited_for_no_longer(seconds: float, 
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert process.returncode == code, process.stderr
     assert ("did not stop in time" in process.stdout + process.stderr) == bool(code)
+
+
+@pytest.mark.parametrize("stop_s", [2.0, 5.0, STOP_S_DEFAULT], ids=["stop_grace = 10 s", "by default", "nobody kills"])
+def test_who_waits_for_others_leaves_a_quarter_of_the_time_for_files_and_links(stop_s: float) -> None:
+    assert END_POLL_S + (DRAIN_SHARE + ADMIN_SHARE) * stop_s <= 0.75 * STOP_SHARE * stop_s

@@ -39,6 +39,18 @@ CASES = [
         "",
     ),
     (
+        kinds.NO_COMMIT,
+        changed(commit_age_seconds=3600.0, learner={"busy": None, "pause_age_seconds": 5.0}),
+        "no round was committed for 60 min",
+        "",
+    ),
+    (
+        kinds.NO_COMMIT,
+        changed(commit_age_seconds=3600.0, learner={"busy": {"activity": "evaluation"}}),
+        "no round was committed for 60 min",
+        "",
+    ),
+    (
         kinds.LEFT_OUT,
         changed(left_out=[{"region": "ap", "part": "member", "reason": "its stripes did not come"}]),
         "ap is left out as member: its stripes did not come",

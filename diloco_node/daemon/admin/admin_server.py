@@ -25,6 +25,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from diloco_node.daemon.admin.listening import LOOPBACK, listen, port_of
 from diloco_node.daemon.admin.live_events import LiveEvents
 from diloco_node.daemon.admin.page_files import page_routes
+from diloco_node.daemon.stopping import ADMIN_SHARE, limit_to_kill_s
 from diloco_node.errors import BindError, ConfigError, DilocoError
 from diloco_node.escaping import escaped, escaped_document
 from diloco_node.state_names import ADMIN_SOCKET_NAME, ADMIN_TOKEN_NAME
@@ -100,7 +101,7 @@ class AdminServer:
                 web.post("/api/v1/learner/start", self._start_learner),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=ADMIN_SHARE * limit_to_kill_s())
         await self._runner.setup()
         # In this order: with port 0 loopback chooses, and the other address takes the same.
         for host in dict.fromkeys((LOOPBACK, self._host)):

@@ -27,7 +27,11 @@ FETCH_SILENCE_S: Final = 30.0
 
 TRANSFER_S_MIN: Final = 300.0
 SLOW_BYTES_PER_S: Final = 500_000
-"""A transfer has so many seconds, or its size at so many bytes/s if that is longer. Then the core asks another, too."""
+"""A transfer has so many seconds, or its size at so many bytes/s if that is longer, times how many come in at once.
+Then the core asks another, too."""
+
+PATIENCE_MAX: Final = 8.0
+"""Where transfers take longer than they have, the next get up to this many times as long: else all is sent again."""
 
 SERVES_MAX: Final = 8
 """Transfers served to peers at once; further ones are refused as busy and requested again."""
@@ -43,6 +47,7 @@ class _Pending:
     Attributes:
         is_owed: the core waits for an answer. is_open: the bytes are coming in.
         overtaken: how often the donor has begun to send something else meanwhile.
+        begun_s: when the bytes began to come in, on the loop's clock.
         watchdog: tells the core that it takes too long.
     """
 
@@ -50,6 +55,7 @@ class _Pending:
     is_owed: bool = True
     is_open: bool = False
     overtaken: int = 0
+    begun_s: float = 0.0
     watchdog: asyncio.TimerHandle = field(init=False)
 
 
@@ -61,7 +67,10 @@ class Fetcher(EffectContext):
     initial: InitialStates
     writes: DiskWrites
     _serving: set[tuple[str, PayloadRequested | StateRequested]] = field(default_factory=set, init=False)
-    pending: dict[tuple[str, int, bool], _Pending] = field(default_factory=dict, init=False)
+    # By peer, fragment, version, and whether it is a payload. The oldest first.
+    pending: dict[tuple[str, int, int, bool], _Pending] = field(default_factory=dict, init=False)
+    # Times of what a transfer has on a line that is as fast as is assumed.
+    _patience: float = field(default=1.0, init=False)
 
     @property
     def serves(self) -> int:
@@ -70,7 +79,7 @@ class Fetcher(EffectContext):
 
     def ask(self, order: FetchPayload | FetchState) -> None:
         """Send the request and start the watchdog."""
-        key = (order.peer, order.fragment, isinstance(order, FetchPayload))
+        key = (order.peer, order.fragment, order.version, isinstance(order, FetchPayload))
         earlier = self.pending.get(key)
         if earlier is not None and earlier.is_open and earlier.order == order and not earlier.is_owed:
             # It took too long, and is on its way still: another request would have all of it sent again.
@@ -78,7 +87,11 @@ class Fetcher(EffectContext):
             self._watch(earlier, self._transfer_s(order))
             return
         self._end(key, "requested again")
-        ends = [item.watchdog.when() for name, item in self.pending.items() if name[0] == order.peer and item.is_open]
+        of_peer = [(name, item) for name, item in self.pending.items() if name[0] == order.peer]
+        late = [name for name, item in of_peer if not (item.is_owed or item.is_open)]
+        for name in late[: 1 - SERVES_OF_A_PEER_MAX]:  # a donor that has these still would refuse this request
+            self._end(name, "requested too long ago")
+        ends = [item.watchdog.when() for _, item in of_peer if item.is_open]
         busy_s = max((end_s - asyncio.get_running_loop().time() for end_s in ends), default=0.0)
         self.pending[key] = pending = _Pending(order)
         pending.watchdog = self._timer(pending, max(0.0, busy_s) + FETCH_SILENCE_S)
@@ -94,10 +107,7 @@ class Fetcher(EffectContext):
     def on_refusal(self, peer: str, message: Refused) -> None:
         """The peer can't help."""
         for is_payload in (True, False):
-            key = (peer, message.fragment, is_payload)
-            pending = self.pending.get(key)
-            if pending is not None and pending.order.version == message.version:
-                self._end(key, message.reason)
+            self._end((peer, message.fragment, message.version, is_payload), message.reason)
 
     def peer_lost(self, peer: str) -> None:
         """The link is down: nothing more will come from there."""
@@ -106,10 +116,10 @@ class Fetcher(EffectContext):
 
     def expects(self, peer: str, header: Payload | State, raw_bytes: int) -> bool:
         """Whether a transfer that a peer begins is one that was requested, with the size it must have."""
-        pending = self.pending.get((peer, header.fragment, isinstance(header, Payload)))
+        pending = self.pending.get((peer, header.fragment, header.version, isinstance(header, Payload)))
         if pending is None or not self._is_requested(pending.order, header, raw_bytes):
             return False
-        pending.is_open = True
+        pending.is_open, pending.begun_s = True, asyncio.get_running_loop().time()
         transfer_s = self._transfer_s(pending.order)
         self._watch(pending, transfer_s)
         for request in self._waiting(peer):
@@ -124,7 +134,15 @@ class Fetcher(EffectContext):
         return [item for key, item in self.pending.items() if key[0] == peer and item.is_owed and not item.is_open]
 
     def _transfer_s(self, order: FetchPayload | FetchState) -> float:
-        return max(TRANSFER_S_MIN, self._raw_bytes(order) / SLOW_BYTES_PER_S)
+        """Return how long this may take, beside the others that come in now: all share one line."""
+        usual_s = max(TRANSFER_S_MIN, self._raw_bytes(order) / SLOW_BYTES_PER_S)
+        return self._patience * usual_s * sum(item.is_open for item in self.pending.values())
+
+    def _learn(self, pending: _Pending) -> None:
+        """Give the next transfers twice the time that this one has taken up to now."""
+        took_s = asyncio.get_running_loop().time() - pending.begun_s
+        times = 2 * took_s * self._patience / self._transfer_s(pending.order)
+        self._patience = min(PATIENCE_MAX, max(1.0, times))
 
     def _watch(self, pending: _Pending, delay_s: float) -> None:
         pending.watchdog.cancel()
@@ -136,9 +154,15 @@ class Fetcher(EffectContext):
     def _on_delay(self, pending: _Pending) -> None:
         """Let the core ask another. Whoever comes first with all of it has answered."""
         order = pending.order
+        left_s = pending.begun_s + self._transfer_s(order) - asyncio.get_running_loop().time()
+        if pending.is_open and left_s > 0:  # others that began later share the line with it
+            self._watch(pending, left_s)
+            return
         reason = "too slow; it may still come" if pending.is_open else "no answer in time"
         if pending.is_owed:
             pending.is_owed = False
+            if pending.is_open:
+                self._learn(pending)
             self.post(FetchFailed(order.peer, order.fragment, order.version, reason))
 
     def _is_requested(self, order: FetchPayload | FetchState, header: Payload | State, raw_bytes: int) -> bool:
@@ -152,12 +176,12 @@ class Fetcher(EffectContext):
     def drop_fetch(self, fragment: int, version: int) -> None:
         """The payload came by itself, as merged stripes: that is the answer, and what the peer sends is not needed."""
         for key, pending in self.pending.items():
-            if key[1:] == (fragment, True) and pending.order.version == version:
+            if key[1:] == (fragment, version, True):
                 pending.is_owed = False
 
     async def take_transfer(self, peer: str, header: Payload | State, body: U8, *, is_whole: bool) -> None:
         """Check and store what came; tell the core."""
-        key = (peer, header.fragment, isinstance(header, Payload))
+        key = (peer, header.fragment, header.version, isinstance(header, Payload))
         pending = self.pending.get(key)
         if pending is None or not pending.is_open or not self._is_requested(pending.order, header, body.nbytes):
             return
@@ -167,21 +191,27 @@ class Fetcher(EffectContext):
         if not is_whole:
             self._end(key, "the transfer broke off")
             return
+        self._learn(pending)
         # From here on the answer is this one, whatever becomes of the link: what is being written will be on the disk.
         del self.pending[key]
         pending.watchdog.cancel()
         # Late, it answers for the donor that was asked next.
         claims = [item for item in (pending, *self.pending.values()) if replace(item.order, peer=peer) == pending.order]
         claim = next((item for item in claims if item.is_owed), None)
-        if claim is None:
+        order = pending.order
+        if claim is not None:
+            claim.is_owed, order = False, claim.order
+        elif not self._is_newer_lacking(order):
             return
-        claim.is_owed = False
-        if isinstance(claim.order, FetchPayload):
-            event = await self._store_payload(claim.order, body)
+        if isinstance(order, FetchPayload):
+            event = await self._store_payload(order, body)
         else:
-            event = await self._store_state(claim.order, body)
-        if isinstance(event, FetchFailed) and claim is not pending:
-            event = replace(event, reason=f"{peer}, asked before, has sent it: {event.reason}")
+            event = await self._store_state(order, body)
+        if isinstance(event, FetchFailed):
+            if claim is None:  # the core has its answer, and would take this for that of the newer one
+                return
+            if claim is not pending:
+                event = replace(event, reason=f"{peer}, asked before, has sent it: {event.reason}")
         self.post(event)
 
     async def _store_payload(self, order: FetchPayload, body: U8) -> Event:
@@ -218,7 +248,14 @@ class Fetcher(EffectContext):
             f"the {kind} {order.fragment}.{order.version} of {order.peer}", self.files, write
         )
 
-    def _end(self, key: tuple[str, int, bool], reason: str) -> None:
+    def _is_newer_lacking(self, order: FetchPayload | FetchState) -> bool:
+        """Whether the core waits for a later state of this fragment: on a slow line an earlier one is a start."""
+        return isinstance(order, FetchState) and any(
+            item.is_owed and fragment == order.fragment and not is_payload and 0 < order.version < version
+            for (_, fragment, version, is_payload), item in self.pending.items()
+        )
+
+    def _end(self, key: tuple[str, int, int, bool], reason: str) -> None:
         """Nothing will come of this request."""
         pending = self.pending.pop(key, None)
         if pending is not None:

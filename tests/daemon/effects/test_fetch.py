@@ -262,6 +262,31 @@ async def test_a_state_of_other_bytes_is_refused(bench: Bench) -> None:
     assert bench.store.state_versions(0) == (0,)
 
 
+@pytest.mark.parametrize("is_right", [True, False])
+async def test_an_earlier_state_that_comes_late_is_a_start_and_no_answer_for_the_newer(
+    bench: Bench, *, is_right: bool
+) -> None:
+    """Else a line on which a state takes longer than the ledger names newer ones brings none, ever."""
+    (earlier, body), (newer, newer_body) = bench.state(3), bench.state(8, seed=7)
+    bench.fetcher.ask(FetchState("b", 0, 3, earlier.digest))
+    (pending,) = bench.fetcher.pending.values()
+    bench.fetcher._on_delay(pending)
+    bench.fetcher.ask(FetchState("b", 0, 8, newer.digest))
+    assert bench.posted == [FetchFailed("b", 0, 3, "no answer in time")]
+    assert await bench.arrive("b", earlier, body if is_right else bytes(len(body)))
+    assert bench.posted[1:] == [StateStored(0, 3, earlier.digest)] * is_right
+    assert await bench.arrive("b", newer, newer_body)
+    assert bench.posted[-1] == StateStored(0, 8, newer.digest)
+
+
+async def test_a_peer_that_never_answers_fills_no_memory(bench: Bench) -> None:
+    for version in range(1, 50):
+        bench.fetcher.ask(FetchState("b", 0, version, b"d" * 32))
+        bench.fetcher._on_delay(next(reversed(bench.fetcher.pending.values())))
+    assert len(bench.fetcher.pending) == SERVES_OF_A_PEER_MAX
+    assert len(bench.posted) == 49
+
+
 async def test_theta_0_must_be_the_one_of_genesis(bench: Bench) -> None:
     header, body = bench.state(0)
     bench.fetcher.ask(FetchState("b", 0, 0, b"other"))

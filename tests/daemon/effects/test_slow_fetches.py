@@ -19,6 +19,7 @@ from diloco_node.daemon.effects.disk_writes import DiskWrites
 from diloco_node.daemon.effects.fetch import SERVES_OF_A_PEER_MAX, TRANSFER_S_MIN, Fetcher
 from diloco_node.errors import LinkLost
 from diloco_node.numeric import NS_PER_S
+from diloco_node.storage.durable import DamagedFile
 from tests.kit.node_kit import InlineExecutor, Tasks
 from tests.kit.node_world import VirtualLoop
 
@@ -60,7 +61,9 @@ class Donor:
         self._lane = asyncio.Lock()
         self.fetcher = fetcher_of(self, self.joiner.tasks, None, read_state_bytes=self._read)
 
-    def _read(self, fragment: int, _version: int, _digest: bytes) -> np.ndarray:
+    def _read(self, fragment: int, version: int, _digest: bytes) -> np.ndarray:
+        if version < self.joiner.version() - 1:
+            raise DamagedFile("the two newest are on the disk")
         return STATES[fragment].view(np.uint8).ravel()
 
     def send(self, peer: str, message: Message) -> bool:
@@ -78,7 +81,7 @@ class Donor:
                 raise LinkLost("down")
             self.transfers.append(header.fragment)
             is_taken = self.joiner.fetcher.expects(self.name, header, body.nbytes)
-            await asyncio.sleep(1e9 if header.fragment in self.endless else self.seconds)
+            await self.joiner.bring(1e9 if header.fragment in self.endless else self.seconds)
             if self.is_down:
                 raise LinkLost("down")
         if is_taken:
@@ -90,10 +93,15 @@ class Donor:
 
 
 class Joiner:
-    """Region a, which has nothing."""
+    """Region a, which has nothing.
 
-    def __init__(self) -> None:
+    snapshot_s: between two versions that the ledger names; 0: there is no newer one.
+    is_narrow: all that comes shares its ingress.
+    """
+
+    def __init__(self, *, snapshot_s: float = 0, is_narrow: bool = False) -> None:
         self.tasks, self.failures = Tasks(), 0
+        self._snapshot_s, self._is_narrow, self._open = snapshot_s, is_narrow, 0
         self.fetcher = fetcher_of(self, self.tasks, self.post, store_state=lambda *_: None)
         self.donors: dict[str, Donor] = {}
         self.effects = EffectBuffer("a")
@@ -103,6 +111,22 @@ class Joiner:
     def add(self, name: str, seconds: float, **how: Any) -> Donor:
         self.donors[name] = donor = Donor(name, self, seconds, **how)
         return donor
+
+    def version(self) -> int:
+        """The newest that the ledger names."""
+        return VERSION + int(asyncio.get_running_loop().time() // self._snapshot_s if self._snapshot_s else 0)
+
+    async def bring(self, seconds: float) -> None:
+        """Let a transfer come in that takes so long if nothing else comes."""
+        if not self._is_narrow:
+            await asyncio.sleep(seconds)
+            return
+        self._open += 1
+        slice_s = min(10.0, seconds / 10)
+        while seconds > 0:
+            await asyncio.sleep(slice_s)
+            seconds -= slice_s / self._open
+        self._open -= 1
 
     def now_ns(self) -> int:
         return int(asyncio.get_running_loop().time() * NS_PER_S)
@@ -125,7 +149,7 @@ class Joiner:
                 self.fetches.on_failure(event.peer, event.fragment, event.reason, now_ns=self.now_ns())
             case StateStored():
                 assert event.digest == DIGESTS[event.fragment]
-                assert event.fragment not in self.arrived, "what is here is not stored again"
+                assert event.fragment not in self.arrived or self._snapshot_s, "what is here is not stored again"
                 self.arrived.add(event.fragment)
                 self.fetches.on_end(event.fragment, version=event.version, is_state=True)
             case _:
@@ -133,8 +157,10 @@ class Joiner:
         asyncio.get_running_loop().call_soon(self.pump)
 
     def pump(self) -> None:
-        if self.fetches.is_idle:
+        if len(self.arrived) == FRAGMENTS:
             self.complete.set()
+        for fragment in {*range(FRAGMENTS)} - self.arrived:
+            self.fetches.request(fragment, self.version(), None, digest=DIGESTS[fragment])
         alive = [name for name, donor in self.donors.items() if not donor.is_down]
         self.fetches.pump(leader="b", alive=alive, now_ns=self.now_ns())
         for effect in self.effects.take():
@@ -144,14 +170,12 @@ class Joiner:
             # A little later, for the clock's doubles.
             asyncio.get_running_loop().call_later((wake_at_ns - self.now_ns()) / NS_PER_S + 1e-3, self.pump)
 
-    async def fetch_all(self) -> float:
-        """Fetch each fragment; how many seconds of the virtual clock that takes, at most 50 000."""
+    async def fetch_all(self, limit_s: float = 50_000) -> float:
+        """Fetch each fragment; how many seconds of the virtual clock that takes."""
         start_s = asyncio.get_running_loop().time()
         self.fetches = Fetches(region="a", regions=("a", *self.donors), effects=self.effects)
-        for fragment, digest in enumerate(DIGESTS):
-            self.fetches.request(fragment, VERSION, None, digest=digest)
         self.pump()
-        async with asyncio.timeout(50_000):
+        async with asyncio.timeout(limit_s):
             await self.complete.wait()
         took_s = asyncio.get_running_loop().time() - start_s
         assert self.arrived == set(range(FRAGMENTS))
@@ -195,6 +219,24 @@ def test_what_takes_longer_than_a_donor_has_comes_nevertheless(seconds: float, d
         took_s = await joiner.fetch_all()
         assert took_s < (FRAGMENTS + 1) * seconds, "each donor sends on, and whatever comes first counts"
         assert joiner.transfers <= donors * FRAGMENTS + SERVES_OF_A_PEER_MAX
+
+    on_virtual_time(scenario())
+
+
+@pytest.mark.parametrize("snapshot_s", [50, 200])
+@pytest.mark.parametrize("donors", [1, 2, 4, 7])
+@pytest.mark.parametrize("seconds", [10, 100, 350])
+def test_a_model_comes_over_a_narrow_line_while_newer_versions_are_named(
+    seconds: float, donors: int, snapshot_s: float
+) -> None:
+    """What took longer than it had was fetched again at a newer version, and none of it was ever complete."""
+
+    async def scenario() -> None:
+        joiner = Joiner(snapshot_s=snapshot_s, is_narrow=True)
+        for name in "bcdefgh"[:donors]:
+            joiner.add(name, seconds)
+        took_s = await joiner.fetch_all(limit_s=4 * FRAGMENTS * seconds)
+        assert took_s < 2 * FRAGMENTS * seconds
 
     on_virtual_time(scenario())
 
