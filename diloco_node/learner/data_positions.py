@@ -1,4 +1,4 @@
-"""Which parts of `stateful` may know where a data loader is."""
+"""Parts of `stateful` that may know where a data loader is."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ REACH: Final = 4
 ITEMS_MAX: Final = 100
 """A longer list holds rows of data."""
 
-OTHERS: Final = (Tensor, nn.Module, DataLoader, Sampler, Dataset)
-"""What holds one of these, and not the data in question, is there for something else, such as an average."""
+HOLDINGS: Final = (Tensor, nn.Module, DataLoader, Sampler, Dataset)
+"""A part with one of these, and not the data in question, is there for something else, such as an average."""
 
 
 def reach(components: Iterable[object]) -> list[Any]:
@@ -40,7 +40,7 @@ def reach(components: Iterable[object]) -> list[Any]:
 def may_read(component: Any, iterator: Any, model_ids: Collection[int]) -> bool:
     """Whether a part of `stateful` may know where a data loader's iterator is.
 
-    So does what counts tokens, what has the same data, and what has neither data nor values: a position by itself.
+    Those that count tokens do, those that have the same data, and those with neither data nor values: a position.
 
     model_ids: of the model's modules and values, which tell nothing.
     """
@@ -52,7 +52,7 @@ def may_read(component: Any, iterator: Any, model_ids: Collection[int]) -> bool:
     members = reach([component])
     if any(id(member) in ids for member in members):
         return True
-    return not any(issubclass(type(member), OTHERS) and id(member) not in model_ids for member in members)
+    return not any(issubclass(type(member), HOLDINGS) and id(member) not in model_ids for member in members)
 
 
 def is_under_way(iterator: Any) -> bool:

@@ -91,12 +91,10 @@ class LoopState:
         # Of all that a checkpoint keeps; what it holds lives as long as the loop.
         self._member_ids = {id(item) for item in (*members, *modules, *member_values)}
         self._member_shards = [item for item in (*members, *member_values) if is_sharded(item) and _is_plain(item)]
-        # What is in `stateful`, and no schedule, scaler or module, may know where the data are.
-        others = (*PARTS, torch.Generator, KeptGenerator)
+        kinds = (*PARTS, torch.Generator, KeptGenerator, KeptSchedule)
+        # Parts of `stateful` that are no schedule, scaler or module: they may know where the data are.
         self._readers = [
-            item
-            for item in stateful.values()
-            if not isinstance(_inner(item), others) and type(item) is not KeptSchedule
+            item for item in stateful.values() if not any(isinstance(value, kinds) for value in (item, _inner(item)))
         ]
         # Names that people have been told.
         self._told: set[str] = set()
@@ -354,11 +352,8 @@ class LoopState:
             model = self._tensors.model
             model_ids = {*map(id, (*model.modules(), *_values_of(model).values()))}
             is_kept = any(may_read(component, item, model_ids) for component in self._readers)
-            return (
-                ""
-                if is_kept
-                else "the position of a DataLoader (diloco_node.integrations has loaders that keep theirs)"
-            )
+            text = "the position of a DataLoader (diloco_node.integrations has loaders that keep theirs)"
+            return "" if is_kept else text
         return ""
 
 

@@ -178,7 +178,7 @@ def tell_changes(changes: Changes, label: str = "optimizer") -> None:
 class KeptSchedule:
     """A schedule that is not torch's, as a part of `stateful`: nobody knows which of its state are settings.
 
-    What the script has changed since it made the schedule of the checkpoint is one.
+    A value that the script makes otherwise than it did for the schedule of the checkpoint is one.
 
     component: the schedule, or a wrapper of it.
     """
