@@ -86,7 +86,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         self.diloco = attach(
             context["model"], context["optimizer"], step="auto", **{**self._options, "stateful": stateful}
         )
-        self.diloco.save_merged(context["model"])
+        self.diloco.save_merged(context["model"], is_asked=False)
         self._hook_before, sys.excepthook = sys.excepthook, self._failed
         self._stop(control)
 
@@ -95,6 +95,9 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
     ) -> PreparedLoader | None:
         """Add to `stateful` what knows the position in the data, unless it has that already."""
         if "data" in stateful or any(component is loader for component in stateful.values()):
+            return None
+        if args.ignore_data_skip:
+            log.warning("each start of this learner begins its data anew: ignore_data_skip=True asks for that")
             return None
         if not hasattr(loader, "skip_batches") and hasattr(loader, "load_state_dict"):
             stateful["data"] = loader

@@ -80,7 +80,7 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         stateful = {"epoch": self._epoch} | stateful
         self.diloco = attach(pl_module, trainer.optimizers[0], **{**self._options, "stateful": stateful})
         self._unhook = trainer.optimizers[0].register_step_post_hook(self._note_step).remove
-        self.diloco.save_merged(pl_module)
+        self.diloco.save_merged(pl_module, is_asked=False)
         fit = trainer.fit_loop
         is_made_later = trainer.current_epoch > 0 and not fit.is_resuming and not fit.epoch_loop.restarting
         # A position is good for one iterator: that of before was made, and may have read, at the old position, and one

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
-from accelerate.data_loader import SeedableRandomSampler, get_sampler
+from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler, get_sampler
 from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
 from diloco_node.errors import LearnerError
@@ -102,6 +102,15 @@ class PreparedLoader:
         dataset = self._loader.dataset
         if isinstance(dataset, IterableDataset) and hasattr(dataset, "set_epoch"):
             dataset.set_epoch = partial(_set_later_epoch, dataset.set_epoch, self.epoch)
+        if isinstance(dataset, IterableDatasetShard):  # it has a set_epoch, and its rows the order of what it shards
+            dataset = dataset.dataset
+        if isinstance(dataset, IterableDataset) and not hasattr(dataset, "set_epoch") and self.batch + self.epoch:
+            log.warning(
+                "a %s has no set_epoch(): nobody knows if its order is the same in each life. If it is drawn anew, the "
+                "%d batches that are passed over are not those that were trained: draw it from a fixed seed",
+                type(dataset).__name__,
+                self.batch,
+            )
         log.info("the data go on at batch %d of epoch %d", self.batch, self.epoch)
 
     def place(self, epoch: int, batch: int) -> None:

@@ -299,12 +299,9 @@ class Diloco(LoopView):
 
         Names are those of the model without DistributedDataParallel, torch.compile and activation checkpointing,
         shapes those of whole tensors; buffers are the own ones. When alone, the model's own parameters.
+        Where ranks hold parts of the model, all call this, and those but rank 0 get {}. Else only rank 0 may.
 
-        Where ranks hold parts of the model, all of them call this, and those but rank 0 get {}. Where each holds all of
-        it, only rank 0 may: the others keep no copy of the global parameters.
-
-        Raises:
-            LearnerError: on another rank, or not called by all that have to.
+        Raises LearnerError: on another rank, or not called by all that have to.
         """
         state = model_state(self._tensors, self._ranks, self._fragments, LearnerFragments.global_vectors, self._session)
         self._checkpoints.give(state)
@@ -318,9 +315,12 @@ class Diloco(LoopView):
         """
         return model_state(self._tensors, self._ranks, self._fragments, LearnerFragments.own_vectors)
 
-    def save_merged(self, module: nn.Module) -> None:
-        """Have the module's `state_dict()` hold the merged parameters until this learner leaves: trainers save them."""
-        self._saves.merge(module)
+    def save_merged(self, module: nn.Module, *, is_asked: bool = True) -> None:
+        """Have the module's `state_dict()` hold the merged parameters until this learner leaves: trainers save them.
+
+        is_asked: by the script. Else who first reads such a state, and saves nothing, is told what it holds.
+        """
+        self._saves.merge(module, is_asked=is_asked)
 
     def finish(self, reason: str) -> None:
         """Vote for the run's end. When most regions do, or when alone, `should_stop` is set. One rank is enough."""

@@ -28,7 +28,7 @@ from typing import Any, Final, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from diloco_node.atomic_file import sync_folder
 from diloco_node.errors import LearnerError
@@ -36,7 +36,7 @@ from diloco_node.learner.generators import generator_states, restore_generators
 from diloco_node.learner.layouts.capture import relax_capture
 from diloco_node.learner.layouts.device import has_streams, record_event
 from diloco_node.learner.layouts.page_locked import page_locked
-from diloco_node.learner.layouts.tensors import local_part
+from diloco_node.learner.layouts.tensors import is_sharded, local_part
 from diloco_node.learner.leaving import failure
 from diloco_node.learner.loader_workers import check_workers
 from diloco_node.learner.nested import flatten, unflatten
@@ -368,8 +368,10 @@ def _state_of(name: str, component: Stateful, tensors: dict[str, Tensor]) -> Any
 
 def _own_tensors(name: str, component: Stateful) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    _state_of(name, component, tensors)
-    return tensors
+    with contextlib.suppress(LearnerError):  # a state that comes with the first step
+        _state_of(name, component, tensors)
+    # A module copies into its own memory: a second copy on its device may not fit there.
+    return {key: value for key, value in tensors.items() if is_sharded(value) or not isinstance(component, nn.Module)}
 
 
 def _copied(tensors: Iterable[Tensor]) -> list[Any]:
@@ -398,11 +400,10 @@ def write_checkpoint(
         is_optimizers = not name.startswith(f"{_STATEFUL}.")
         if is_optimizers and tensor.is_floating_point() and not math.isfinite(float(tensor.float().sum())):
             raise LearnerError(f"optimizer state {name} is not finite")
-    progress = checkpoint.progress
     text = checkpoint.document()
     make_folder(folder)
     _remove_partial(folder, place)  # of a process that was killed
-    new = FileName(progress.incarnation, progress.step, place)
+    new = FileName(checkpoint.progress.incarnation, checkpoint.progress.step, place)
     _make_way(folder, new, whole)
     path = folder / new.text
     partial = path.with_suffix(".partial")

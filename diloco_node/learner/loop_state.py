@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from diloco_node.learner.data_positions import is_under_way, may_read, reach
 from diloco_node.learner.frozen_tensors import running_buffers
 from diloco_node.learner.generators import KeptGenerator
 from diloco_node.learner.layouts.device import Room
@@ -39,6 +40,7 @@ from diloco_node.learner.living_objects import living_objects
 from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.model_watch import COPY_LIKENESS
 from diloco_node.learner.optimizer_record import NOISE
+from diloco_node.learner.schedules import KeptSchedule
 from diloco_node.learner.several_optimizers import inner_of
 from diloco_node.learner.state_watch import schedules_of
 from diloco_node.learner.tensor_forms import sample_of, stack
@@ -51,12 +53,6 @@ HOLDERS: Final = (nn.Module, DataLoader, Sampler, Dataset)
 
 PARTS: Final = (nn.Module, Tensor, Optimizer, GradScaler, LRScheduler, _BaseDataLoaderIter, *GENERATORS)
 KINDS: Final = (*PARTS, Room, *HOLDERS)
-REACH: Final = 4
-"""How deep a part of `stateful` is looked into for what it keeps: its attributes, their attributes, and so on."""
-
-ITEMS_MAX: Final = 100
-"""A longer list holds rows of data."""
-
 COPIES: Final = "copies of the parameters, such as averages"
 """Name of tensors that are in no module."""
 
@@ -85,9 +81,9 @@ class LoopState:
         components: list[object] = [*_of_process()]
         for component in stateful.values():
             (schedules if isinstance(_inner(component), LRScheduler) else components).append(component)
-        members = _reach(components)
+        members = reach(components)
         # A schedule knows its optimizer, but has nothing of its moments.
-        members += [item for item in _reach(schedules) if not issubclass(type(item), Optimizer)]
+        members += [item for item in reach(schedules) if not issubclass(type(item), Optimizer)]
         members += [] if optimizer is None else [optimizer, *inner_of(optimizer)]
         self._optimizer = optimizer
         modules = [module for item in members if isinstance(item, nn.Module) for module in item.modules()]
@@ -95,10 +91,11 @@ class LoopState:
         # Of all that a checkpoint keeps; what it holds lives as long as the loop.
         self._member_ids = {id(item) for item in (*members, *modules, *member_values)}
         self._member_shards = [item for item in (*members, *member_values) if is_sharded(item) and _is_plain(item)]
-        # What is in `stateful`, and no schedule, scaler or module, may know where the data are.
-        self._has_position = any(
-            not isinstance(_inner(item), (*PARTS, torch.Generator, KeptGenerator)) for item in stateful.values()
-        )
+        kinds = (*PARTS, torch.Generator, KeptGenerator, KeptSchedule)
+        # Parts of `stateful` that are no schedule, scaler or module: they may know where the data are.
+        self._readers = [
+            item for item in stateful.values() if not any(isinstance(value, kinds) for value in (item, _inner(item)))
+        ]
         # Names that people have been told.
         self._told: set[str] = set()
         self._looks = 0
@@ -351,8 +348,12 @@ class LoopState:
             is_other = set(stand) <= {None} or stand == self._stands.get(item)
             asks_run = any(map(_asks_run, getattr(item, "lr_lambdas", ())))
             return "" if is_other or asks_run else f"the position of a {kind.__name__}"
-        if isinstance(item, _BaseDataLoaderIter) and not self._has_position and _is_under_way(item):
-            return "the position of a DataLoader (diloco_node.integrations has loaders that keep theirs)"
+        if isinstance(item, _BaseDataLoaderIter) and is_under_way(item):
+            model = self._tensors.model
+            model_ids = {*map(id, (*model.modules(), *_values_of(model).values()))}
+            is_kept = any(may_read(component, item, model_ids) for component in self._readers)
+            text = "the position of a DataLoader (diloco_node.integrations has loaders that keep theirs)"
+            return "" if is_kept else text
         return ""
 
 
@@ -390,24 +391,6 @@ def _name_generators() -> set[int]:
     semaphores = getattr(sys.modules.get("multiprocessing.synchronize"), "SemLock", None)
     sequences = tempfile._get_candidate_names(), getattr(semaphores, "_rand", None)  # type: ignore[attr-defined]
     return {id(getattr(sequence, "_rng", None)) for sequence in sequences}
-
-
-def _reach(components: Iterable[object]) -> list[Any]:
-    """Return the components, and what is in their attributes."""
-    members: dict[int, Any] = {}
-    edge = list(components)
-    for _ in range(REACH):
-        members |= {id(item): item for item in edge}
-        inner: list[Any] = []
-        for item in edge:
-            if isinstance(item, list | tuple | dict):
-                items = item.values() if isinstance(item, dict) else item
-                limit = ITEMS_MAX * (100 if isinstance(next(iter(items), None), Tensor) else 1)
-                inner += items if len(item) <= limit else ()
-            elif not isinstance(item, Tensor | type):
-                inner += getattr(item, "__dict__", {}).values()
-        edge = [item for item in inner if id(item) not in members and not inspect.ismodule(item)]
-    return list(members.values())
 
 
 def _stand(schedule: LRScheduler) -> list[Any]:
@@ -457,15 +440,6 @@ def _writes_to(tensor: Tensor) -> int:
 
 def _kind(tensor: Tensor) -> str:
     return FROZEN if isinstance(tensor, nn.Parameter) else "buffer"
-
-
-def _is_under_way(iterator: Any) -> bool:
-    """Whether a data loader has returned a batch, and not all."""
-    count = getattr(iterator, "_num_yielded", 0)
-    try:
-        return 0 < count < len(iterator)
-    except TypeError:
-        return bool(count)
 
 
 def _asks_run(function: Any) -> bool:

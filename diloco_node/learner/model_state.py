@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from itertools import chain
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, nn
@@ -108,7 +110,7 @@ class SavedStates:
         # None: alone, or the learner has left.
         self._fragments: LearnerFragments | None = None
         self._session: LearnerSession | None = None
-        self._is_merging = False
+        self._is_merging, self._is_asked = False, True
         # Whether a script has a state with merged parameters, which it may load again.
         self._has_merged_state = False
         # Whether a state was loaded into the model since the last step.
@@ -124,12 +126,15 @@ class SavedStates:
         if self._tensors is not None:
             self._follow(self._tensors.model, self._tensors, fragments)
 
-    def merge(self, module: nn.Module) -> None:
-        """Have the states of this module hold the merged parameters, whatever their names are in it."""
+    def merge(self, module: nn.Module, *, is_asked: bool = True) -> None:
+        """Have the states of this module hold the merged parameters, whatever their names are in it.
+
+        is_asked: by the script; not by a trainer's callback, of which a reader of states may know nothing.
+        """
         fragments, tensors = self._fragments, self._tensors
         if fragments is None or tensors is None or not fragments.shards.is_first_whole:
             return
-        self._is_merging = True
+        self._is_merging, self._is_asked = True, is_asked
         self._follow(module, tensors, fragments)
         if self._hook_of(module) is None:
             self.tell("save_merged() of a module that has none of the run's parameters changes nothing")
@@ -197,6 +202,8 @@ class SavedStates:
         if self.is_over:
             return
         self._has_merged_state = True
+        if names and not self._is_asked and not _is_saving():
+            self.tell(_MERGED)
         own_values = {id(value): value for value in _values_of(owner)}
         places = {*map(memory_of, own_values.values())}
         run_names = {name for name, tensor in tensors.followed.items() if id(tensor) in own_values}
@@ -269,6 +276,21 @@ _LOADED: Final = (
     "load_state_dict() in mid-run: since save_merged() a state_dict() has the merged weights, and to load it again "
     "undoes this region's last steps. To put weights back, take own_state_dict()"
 )
+
+
+_MERGED: Final = (
+    "state_dict() in mid-run holds the run's merged weights, as the trainer saves them. This region's own values, such "
+    "as for an average or to sample from, are in own_state_dict() and named_parameters()"
+)
+
+
+def _is_saving() -> bool:
+    """Whether a function of this thread that has not returned is there to save, by its name, as those of trainers."""
+    frame: FrameType | None = sys._getframe()
+    while (frame := frame and frame.f_back) is not None:
+        if any(word in frame.f_code.co_name for word in ("save", "checkpoint", "push_to_hub")):
+            return True
+    return False
 
 
 def _values_of(module: nn.Module) -> Iterator[Tensor]:

@@ -100,7 +100,11 @@ def cut_like(like: Any, local: Tensor) -> Tensor:
 def _array(kind: str, value: Any, tensors: Mapping[str, Tensor], own: Callable[[], Mapping[str, Tensor]]) -> Any:
     if kind == _SHARD:
         return _cut(value, tensors, own)
-    tensor = torch.view_as_complex(tensors[value]) if kind.startswith(_COMPLEX) else tensors[value]
+    tensor = tensors[value]
+    # Bytes are states of generators, on the CPU: no loader is asked for them, which may start its workers for that.
+    if kind.endswith("tensor") and tensor.dtype != torch.uint8 and (like := own().get(value)) is not None:
+        tensor = tensor.to(like.device) if like.shape == tensor.shape else tensor
+    tensor = torch.view_as_complex(tensor) if kind.startswith(_COMPLEX) else tensor
     return tensor if kind.endswith("tensor") else tensor.numpy()
 
 
@@ -150,7 +154,8 @@ def _flatten_container(label: str, value: Any, tensors: dict[str, Tensor]) -> An
 def unflatten(document: Any, tensors: Mapping[str, Tensor], own: Callable[[], Mapping[str, Tensor]] = dict) -> Any:
     """Return the value that `flatten` was given.
 
-    own: returns the tensors that `flatten` finds here now, under the same label; DTensors are cut like those.
+    own: returns the tensors that `flatten` finds here now, under the same label. DTensors are cut like those, other
+        tensors put on the device of those with their shape.
 
     Raises KeyError, ValueError, TypeError: the document is none of `flatten`, a tensor is missing, or of a DTensor
     another part lies here.

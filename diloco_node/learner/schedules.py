@@ -6,6 +6,8 @@ and each difference is told in a line. Where a schedule has changed a rate, the 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import math
 from collections.abc import Collection, Mapping
@@ -28,6 +30,9 @@ SCHEDULE_KEYS: Final = (BEGIN, "max_lr", "min_lr", "base_momentum", "max_momentu
 
 ROUNDED: Final = 1e-6
 """A rate that was a tensor of float32 is the same as a number."""
+
+_SCRIPT: Final = "diloco: as the script made it"
+"""Key of a schedule's settings in a checkpoint."""
 
 MEMBERS: Final = ("params", "param_names")
 """Keys of a group's tensors; everything else in it is a setting or a state."""
@@ -163,8 +168,51 @@ def place_schedule(schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
     return position
 
 
-def tell_changes(changes: Changes) -> None:
+def tell_changes(changes: Changes, label: str = "optimizer") -> None:
     """Log what differs from the checkpoint, a line each."""
     for key, (old, new) in changes.items():
         own = f"{float(new):g}" if isinstance(new, Tensor) else new
-        log.warning("optimizer: %s is %s as the script sets it, not %s as in the checkpoint", key, own, old)
+        log.warning("%s: %s is %s as the script sets it, not %s as in the checkpoint", label, key, own, old)
+
+
+class KeptSchedule:
+    """A schedule that is not torch's, as a part of `stateful`: nobody knows which of its state are settings.
+
+    A value that the script makes otherwise than it did for the schedule of the checkpoint is one.
+
+    component: the schedule, or a wrapper of it.
+    """
+
+    def __init__(self, component: Any) -> None:
+        self.scheduler = getattr(component, "scheduler", component)
+        self._component = component
+        self._script: dict[str, Any] = {}
+        with contextlib.suppress(Exception):  # a checkpoint tells of it
+            state = {key: value for key, value in component.state_dict().items() if not isinstance(value, Tensor)}
+            self._script = json.loads(json.dumps(script_settings(state, {*POSITIONS, "_last_lr"})))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state, and what of it was there when the script had made it."""
+        return {**self._component.state_dict(), _SCRIPT: self._script}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` gave, but for settings that the script has changed since, which are told."""
+        state = dict(state)
+        before, own = state.pop(_SCRIPT, {}), self._component.state_dict()
+        changes = {
+            key: (before[key], own[key])
+            for key, value in self._script.items()
+            if key in before and not is_same(before[key], value)
+        }
+        self._component.load_state_dict(state | {key: value for key, (_, value) in changes.items()})
+        tell_changes(changes, type(self.scheduler).__name__)
+
+
+def as_schedule(component: Any) -> Any:
+    """Return a part of `stateful`, as a `KeptSchedule` if it is a schedule that is not torch's."""
+    schedule = getattr(component, "scheduler", component)
+    is_own = isinstance(schedule, lr_scheduler.LRScheduler) and type(schedule).__module__ != lr_scheduler.__name__
+    is_own |= isinstance(getattr(schedule, "optimizer", None), torch.optim.Optimizer) and not isinstance(
+        schedule, lr_scheduler.LRScheduler | torch.nn.Module
+    )
+    return KeptSchedule(component) if is_own else component

@@ -255,6 +255,26 @@ def test_a_trainer_saves_the_merged_weights_in_mid_run_and_at_the_end(folder: Pa
     assert torch.equal(trainer.model.embedding.weight, merged), "the run's result, without own steps"
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_what_a_reader_of_a_trainers_state_gets_is_told_once_and_no_writer_of_files(
+    folder: Path, caplog: pytest.LogCaptureFixture, *, is_read: bool
+) -> None:
+    from transformers import TrainerCallback
+
+    trainer, _, _ = hf_trainer(folder, save_strategy="steps", save_steps=1, max_steps=4)
+
+    class Reader(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **context: Any) -> None:
+            trainer.save_model(str(folder / "asked"))
+            if is_read:
+                context["model"].state_dict()
+
+    trainer.add_callback(Reader())
+    with FakeDaemon(folder):
+        trainer.train()
+    assert caplog.text.count("state_dict() in mid-run holds the run's merged weights") == is_read
+
+
 def test_a_callback_before_ours_saves_the_result_at_the_end(folder: Path) -> None:
     from transformers import TrainerCallback
 

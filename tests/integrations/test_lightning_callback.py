@@ -121,6 +121,23 @@ def test_lightning_saves_the_merged_weights_in_mid_run_and_at_the_end(folder: Pa
     assert torch.equal(module.inner.embedding.weight, merged)
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_what_a_reader_of_lightnings_state_gets_is_told_once_and_no_writer_of_files(
+    folder: Path, caplog: pytest.LogCaptureFixture, *, is_read: bool
+) -> None:
+    trainer, _, module = lightning_trainer(folder)
+
+    def look(*_: Any) -> None:
+        trainer.save_checkpoint(folder / "mid.ckpt")
+        if is_read:
+            module.state_dict()
+
+    module.on_train_batch_end = look
+    with FakeDaemon(folder):
+        trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=BATCH))
+    assert caplog.text.count("state_dict() in mid-run holds the run's merged weights") == is_read
+
+
 def test_a_callback_before_lightnings_saves_the_result_at_the_end(folder: Path) -> None:
     trainer, _, module = lightning_trainer(folder, max_steps=ROWS)
     saves: list[Tensor] = []

@@ -187,6 +187,36 @@ def test_a_trainer_whose_data_have_no_position_says_so(folder: Path, caplog: pyt
     assert "begins its data anew: the position in the data can't be kept" in caplog.text
 
 
+class Pipeline(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    """Rows whose order nothing outside of it knows, as those of WebDataset."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter([{"input_ids": torch.tensor([number])} for number in range(ROWS)])
+
+
+@pytest.mark.parametrize(("make", "is_told"), [(Pipeline, True), (Stream, False)])
+def test_a_stream_whose_order_may_be_another_in_each_life_is_told_when_it_goes_on(
+    folder: Path, caplog: pytest.LogCaptureFixture, make: Callable[[], Any], is_told: bool
+) -> None:
+    pytest.importorskip("transformers")
+    for count in (0, int(is_told)):
+        with FakeDaemon(folder):
+            hf_life(folder, 2, dataset=make())
+        assert caplog.text.count("a Pipeline has no set_epoch(): nobody knows") == count
+
+
+def test_a_trainer_that_is_to_skip_no_data_begins_them_anew_and_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("transformers")
+    lives = []
+    for _ in range(2):
+        with FakeDaemon(folder):
+            lives.append(hf_life(folder, 2, ignore_data_skip=True)[0])
+    assert lives[0] == lives[1]
+    assert "begins its data anew: ignore_data_skip=True asks for that" in caplog.text
+
+
 def accelerate_life(folder: Path, steps: int, batch: int = BATCH) -> list[list[int]]:
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration

@@ -439,6 +439,49 @@ def test_a_loader_that_keeps_its_position_is_not_named(folder: Path) -> None:
             assert loop.checkpoint() == []
 
 
+class Position:
+    """A position of the script's own, which it counts itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.batch = model, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batch": self.batch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batch = state["batch"]
+
+
+class Updates(Position):
+    """A schedule of no class of torch's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.batch = optimizer, 0
+
+
+@pytest.mark.parametrize(
+    ("part", "is_known"),
+    [
+        (lambda loop: Averages(loop.model), False),
+        (lambda loop: Updates(loop.optimizer), False),
+        (lambda loop: KnowingLoader([3, 4, 5]), False),
+        (lambda loop: Position(loop.model), True),
+    ],
+)
+def test_only_what_may_know_where_a_loader_is_has_it_unnamed(
+    folder: Path, part: Callable[[Loop], Any], is_known: bool
+) -> None:
+    loop = Loop(folder, plain(), stateful=(stateful := {}))
+    stateful["part"] = part(loop)
+    with loop:
+        batches = iter(torch.utils.data.DataLoader(list(range(40))))
+        for _ in range(4):
+            loop.step()
+            next(batches)
+            warnings = loop.checkpoint()
+        assert ["the position of a DataLoader" in warning for warning in warnings] == [True] * (not is_known)
+
+
 def test_nothing_is_named_that_needs_no_place(folder: Path) -> None:
     """A schedule that asks the run, a scaler that is off, a loader that is done, a module that stays, and garbage."""
     with Loop(folder, plain()) as loop:

@@ -162,3 +162,31 @@ def test_complex_tensors_and_arrays_come_back_from_the_disk(dtype: torch.dtype, 
     assert torch.equal(fresh.state["tensor"], values.conj().resolve_conj())
     assert fresh.state["tensor"].dtype == dtype
     assert np.array_equal(fresh.state["array"], values.numpy())
+
+
+class Averages:
+    """Averages as diffusers has them: a load takes the tensors that it is given."""
+
+    def __init__(self, *values: torch.Tensor) -> None:
+        self.shadow_params = [*values]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow_params": self.shadow_params}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow_params = state["shadow_params"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_come_back_on_the_device_that_the_script_has_them_on(tmp_path: Path) -> None:
+    values = torch.ones(3, device="cuda"), torch.ones(2, device="cpu"), torch.ones(2, dtype=torch.int64, device="cuda")
+    old, new = Averages(*values), Averages(*(torch.zeros_like(value) for value in values))
+    writer = CheckpointWriter(tmp_path)
+    writer.save(TrainingProgress("model", 1, 1, 1, 1), None, {"average": old}, is_waiting=True)
+    writer.wait()
+    checkpoint = read_newest(tmp_path, "model")
+    assert checkpoint is not None
+    checkpoint.restore(None, {"average": new}, rng=False)
+    assert [value.device.type for value in new.shadow_params] == ["cuda", "cpu", "cuda"]
+    new.shadow_params[0].lerp_(torch.zeros(3, device="cuda"), 0.5)
+    assert [value.tolist() for value in new.shadow_params] == [[0.5] * 3, [1.0] * 2, [1] * 2]

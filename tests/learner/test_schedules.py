@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from diloco_node.learner.checkpoint import CheckpointWriter, TrainingProgress
+from diloco_node.learner.checkpointing import Checkpointing
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.optimizer_parts import OptimizerParts
 from diloco_node.learner.schedules import place_schedule
@@ -381,6 +382,60 @@ def test_a_wrapped_schedule_is_the_scripts_too(tmp_path: Path) -> None:
     restart(tmp_path, old, new, schedule=(old_schedule, new_schedule))
     untouched = adamw(lr=3e-4)
     assert rates(new, new_schedule, 6) == pytest.approx(rates(untouched, SCHEDULES["cosine"](untouched), 12)[6:])
+
+
+class WarmUp(lr_scheduler.LRScheduler):
+    """A schedule of the script's own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, total: int, warmup: tuple[int, ...] = (2, 3)) -> None:
+        self.total, self.warmup = total, warmup
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        return [float(rate) * (1 - self.last_epoch / self.total) for rate in self.base_lrs]
+
+
+class Updates:
+    """A schedule as timm has them: of no class of torch's, with rates of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, total: int) -> None:
+        self.optimizer, self.total, self.count = optimizer, total, 0
+        self.base_values = [group["lr"] for group in optimizer.param_groups]
+        self.metric = torch.zeros(())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "optimizer"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def step(self) -> None:
+        self.count += 1
+        self.metric = self.metric + torch.rand(())
+        for group, value in zip(self.optimizer.param_groups, self.base_values, strict=True):
+            group["lr"] = value * (1 - self.count / self.total)
+
+
+@pytest.mark.parametrize("kind", [WarmUp, Updates, lambda *arguments: Wrapper(WarmUp(*arguments))])
+def test_a_schedule_that_is_not_torchs_has_the_settings_that_the_script_has_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any
+) -> None:
+    def begin(rate: float, total: int, steps: int) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = adamw(steps, lr=rate)
+        return optimizer, Checkpointing(optimizer, {"it": kind(optimizer, total)}, every_s=9.0).stateful["it"]
+
+    for number, (rate, total) in enumerate([(1e-3, 20), (1e-3, 40), (3e-4, 40)]):
+        (old, old_schedule), (new, new_schedule) = begin(1e-3, 20, 1), begin(rate, total, 0)
+        rates(old, old_schedule._component, 5)
+        caplog.clear()
+        restart(tmp_path / str(number), old, new, schedule=(old_schedule, new_schedule))
+        assert rates(new, new_schedule._component, 1) == pytest.approx([rate * (1 - 6 / total)])
+        name = type(new_schedule.scheduler).__name__
+        assert (f"{name}: total is 40 as the script sets it, not 20 as in the checkpoint" in caplog.text) == (
+            number > 0
+        )
+        assert ("is [0.0003] as the script sets it, not [0.001]" in caplog.text) == (number == 2)
+        assert len([record for record in caplog.records if record.message.startswith(name)]) == number
 
 
 def test_a_schedule_of_more_parts_than_before_is_named() -> None:

@@ -1,0 +1,64 @@
+"""Parts of `stateful` that may know where a data loader is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+REACH: Final = 4
+"""How deep a part of `stateful` is looked into for what it keeps: its attributes, their attributes, and so on."""
+
+ITEMS_MAX: Final = 100
+"""A longer list holds rows of data."""
+
+HOLDINGS: Final = (Tensor, nn.Module, DataLoader, Sampler, Dataset)
+"""A part with one of these, and not the data in question, is there for something else, such as an average."""
+
+
+def reach(components: Iterable[object]) -> list[Any]:
+    """Return the components, and what is in their attributes."""
+    members: dict[int, Any] = {}
+    edge = list(components)
+    for _ in range(REACH):
+        members |= {id(item): item for item in edge}
+        inner: list[Any] = []
+        for item in edge:
+            if isinstance(item, list | tuple | dict):
+                items = item.values() if isinstance(item, dict) else item
+                limit = ITEMS_MAX * (100 if isinstance(next(iter(items), None), Tensor) else 1)
+                inner += items if len(item) <= limit else ()
+            elif not isinstance(item, Tensor | type):
+                inner += getattr(item, "__dict__", {}).values()
+        edge = [item for item in inner if id(item) not in members and not inspect.ismodule(item)]
+    return list(members.values())
+
+
+def may_read(component: Any, iterator: Any, model_ids: Collection[int]) -> bool:
+    """Whether a part of `stateful` may know where a data loader's iterator is.
+
+    Those that count tokens do, those that have the same data, and those with neither data nor values: a position.
+
+    model_ids: of the model's modules and values, which tell nothing.
+    """
+    if hasattr(component, "token_count"):
+        return True
+    sampler = getattr(iterator, "_index_sampler", None)
+    sources = iterator, getattr(iterator, "_dataset", None), sampler, getattr(sampler, "sampler", None)
+    ids = {id(source) for source in sources if source is not None}
+    members = reach([component])
+    if any(id(member) in ids for member in members):
+        return True
+    return not any(issubclass(type(member), HOLDINGS) and id(member) not in model_ids for member in members)
+
+
+def is_under_way(iterator: Any) -> bool:
+    """Whether a data loader has returned a batch, and not all."""
+    count = getattr(iterator, "_num_yielded", 0)
+    try:
+        return 0 < count < len(iterator)
+    except TypeError:
+        return bool(count)
