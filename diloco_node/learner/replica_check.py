@@ -1,7 +1,7 @@
 """Whether ranks that hold the same part of a tensor hold the same values of it.
 
-Of such copies one is merged, and the tokens of all ranks count. Where nobody adds up the gradients of the ranks (the
-model is called without its DistributedDataParallel), the work of all others would be in no merge.
+A merge takes one of such copies, and counts the tokens of all ranks. Where nobody adds up the gradients of the ranks
+(the model is called without its DistributedDataParallel), the work of all others would be in no merge.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class ReplicaCheck:
 
     def _rows(self) -> list[Tensor]:
         """Some values of each copy; none where this rank does not hold it, and of buffers, which may differ."""
-        held = self._tensors.followed
+        parameters = self._tensors.followed
         return [
-            sample_of(held[name])
-            if isinstance(held.get(name), nn.Parameter) and box in self._tensors.boxes[name]
+            sample_of(parameters[name])
+            if isinstance(parameters.get(name), nn.Parameter) and box in self._tensors.boxes[name]
             else host_values(0)
             for name, box in self._copies
         ]
