@@ -14,6 +14,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+import weakref
 from types import TracebackType
 from typing import Any
 
@@ -88,6 +90,8 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         )
         self.diloco.save_merged(context["model"], is_asked=False)
         self._hook_before, sys.excepthook = sys.excepthook, self._failed
+        # After that of executors: they are called in reverse, and what is left to do needs them.
+        threading._register_atexit(_leave_at_exit, os.getpid(), weakref.ref(self))  # type: ignore[attr-defined]
         self._stop(control)
 
     def _position(
@@ -200,3 +204,15 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = True
             if self.diloco.is_interrupted:  # the machine may be gone before an evaluation is over
                 control.should_evaluate = False
+
+
+def _leave_at_exit(pid: int, reference: weakref.ref[DilocoCallback]) -> None:
+    """Leave in order where a handler of a stop signal has ended the process: `sys.exit` calls no `sys.excepthook`."""
+    callback = reference()
+    if callback is None or callback.diloco is None or os.getpid() != pid:  # a loader's process is a fork
+        return
+    if callback.diloco._terminate.has_stop:
+        try:
+            callback.fail(SystemExit())
+        except BaseException as error:  # noqa: BLE001 - threads that others are to end would be waited for
+            log.error("the last steps may be in no checkpoint and no merge: %s", error)

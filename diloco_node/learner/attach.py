@@ -365,7 +365,7 @@ class Diloco(LoopView):
                 return self.checkpoint()  # of this rank; it counts if all come here
             finally:
                 self._close(None)
-        if error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
+        if error is None or self._terminate.is_orderly(error):
             return self.close()
         if self._session is not None and self._wish.reason and not self._is_closed:
             self._session.want_end(self._wish.reason)

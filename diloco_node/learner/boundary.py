@@ -98,6 +98,7 @@ class StepBoundaries:
             self.wish.pass_on(self.ranks, session)
         if look is not None:
             look(boundary.has_orders or fragments.arriving)
+            fragments.replicas.check(fragments.step + 1, self.ranks.greatest)
         fragments.revert.verify()
         self._tell(fragments.revert.take_warning())
         with session.boundary() if session is not None else contextlib.nullcontext():
@@ -231,6 +232,7 @@ class StepBoundaries:
             boundary = self.cross(0)
             is_waiting = self._is_without_data()
             if boundary.is_stopping or (self.fragments.is_placed and not is_waiting):
+                self.fragments.replicas.begin()
                 return boundary
             self._wait(WAIT_SLICE_S)
             if self.ranks.is_first and time.monotonic() - noted_s > NOTE_EVERY_S:

@@ -37,6 +37,7 @@ from diloco_node.learner.layouts.slab_values import host_values
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.region_shards import HERE
+from diloco_node.learner.replica_check import ReplicaCheck
 from diloco_node.learner.revert import RevertCheck
 from diloco_node.learner.snapshots import ComingVersion, HeldSnapshot, SnapshotFacts, SnapshotRooms, host_room
 from diloco_node.learner.worker import BackgroundWorker
@@ -73,6 +74,7 @@ class LearnerFragments:
     Attributes:
         positions, slots: per fragment. step, tokens: of this incarnation, at the last boundary.
         applied: versions written into the model.
+        replicas: compares what several ranks hold.
         pending_looks: gives the looks at the model, ordered so far, by which a snapshot may be refused.
     """
 
@@ -148,6 +150,7 @@ class LearnerFragments:
         self._own: list[Tensor] | None = None
         self._ended: set[int] = set()  # fragments that have had a last merge since
         self.revert = RevertCheck(tensors, len(manifest.fragments))
+        self.replicas = ReplicaCheck(tensors, self.shards)
         self._next_snapshot, self._answer = 1, answer  # the number grows over all fragments
         # Counts are of rank 0's process; others have none to make durable.
         self._before_ready = before_ready if self._is_first else lambda: None

@@ -84,6 +84,11 @@ class TerminateFlag:
         """Whether SIGTERM came, or of late another stop signal that the script handles."""
         return self._set_s is not None or time.monotonic() - self._stop_s < STOP_LASTS_S
 
+    def is_orderly(self, error: BaseException) -> bool:
+        """Whether a block that this ends is left in order; handlers of stop signals exit with any code."""
+        is_stop = isinstance(error, SystemExit | KeyboardInterrupt) and self.has_stop
+        return is_stop or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
+
     def leave(self) -> None:
         """Take a stop signal for the reason why the script leaves its loop."""
         self.is_set |= self.has_stop

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from diloco_node.errors import LearnerError
 from diloco_node.wire.learner_link import (
@@ -260,6 +261,12 @@ class Ranks:
                     f"{call} waits for all ranks of the region, and not all of them came to it within {MEET_S:.0f} s: "
                     f"call it on every rank, not on rank 0 alone. Torch says: {first_line(error)}"
                 ) from error
+
+    def greatest(self, values: Tensor) -> Tensor:
+        """Return the greatest of each value over all ranks, in place. values: on the CPU."""
+        with among_ranks():
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
+        return values
 
     def all_bytes(self, data: bytes) -> list[bytes]:
         """The bytes of every rank, on every rank."""

@@ -252,7 +252,9 @@ class LearnerWatch:
         self.state = "waiting"
         if is_ours and not is_refused:
             return True  # the next one gets twice the time, so there is no loop of hangs
-        if code == 0 and place != self.old_place and place is not None and place.is_interrupted:
+        # A handler of the script's may exit with any code. One that fails after a signal has not come to its end.
+        is_end = place is not None and (code == 0 or (code > 0 and place.has_ended))
+        if is_end and place != self.old_place and place is not None and place.is_interrupted:
             self.reason = "a signal from outside asked it to stop, and the run goes on"
             return True
         has_attached = place != self.old_place

@@ -322,11 +322,13 @@ class _Supervisor:
         return PlaceMark.decode(self._memory.contents(PLACE_AREA))
 
     def _loss(self, child: Child) -> str:
-        """Note the steps that the learner's end costs, and say them; empty where it made none."""
+        """Note the steps that the learner's end costs, and say them; empty where there are none."""
         place = self._place()
         if child is not self._learner or place is None or place == self._watch.old_place or place.has_left:
             return ""
         self._watch.lost = place.losses
+        if not any(place.losses.values()):
+            return ""
         return "; lost: {unsaved_steps} steps since its checkpoint, {unmerged_steps} that no merge includes".format(
             **place.losses
         )
@@ -358,7 +360,7 @@ class _Supervisor:
         place = self._place()
         is_left = place is None or place.has_left or place.is_interrupted
         has_fault = bool(code) or not is_left or (place is not None and bool(place.fault))
-        exit_text = f"{child.name} exited, code={code} after {lived_s:.1f} s{self._loss(child) if has_fault else ''}"
+        exit_text = f"{child.name} exited, code={code} after {lived_s:.1f} s{self._loss(child)}"
         # A model that an extension goes on from is set aside before the learner attaches.
         is_after = place is not None and (place.has_left or (code and (self._spec.state_dir / FINAL_NAME).exists()))
         if child is self._learner and place != self._watch.old_place and is_after:
@@ -427,7 +429,7 @@ class _Supervisor:
                 return False
             if isinstance(event, ChildExited):
                 lived_s = event.child.ended()
-                self.say(f"{event.child.name} exited, code={event.code} after {lived_s:.1f} s")
+                self.say(f"{event.child.name} exited, code={event.code} after {lived_s:.1f} s{self._loss(event.child)}")
         return True
 
     def _stop_all(self) -> None:
@@ -446,7 +448,7 @@ class _Supervisor:
                 child.stop_below(place.pid, limit_s)
             child.send_signal(signal.SIGTERM)
             if not self._await_exit(child, now_s + limit_s):
-                self.say(f"{child.name} did not stop within {limit_s:.0f} s: killed{self._loss(child)}")
+                self.say(f"{child.name} did not stop within {limit_s:.0f} s: killed")
                 child.kill()
                 self._await_exit(child, time.monotonic() + KILLED_S)
 

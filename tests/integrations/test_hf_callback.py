@@ -1,6 +1,7 @@
 """The callback of Hugging Face's trainer, under a fake daemon. tests/e2e/test_frameworks.py has several ranks."""
 
 import copy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
-from diloco_node.wire.learner_link import Done, Failed, Warned
+from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
+from diloco_node.wire.learner_link import Done, Failed, Leaving, Warned
 from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.repository import ROOT
 from tests.kit.trainer_kit import (
     BAD_ROW,
     BATCH,
@@ -161,6 +164,34 @@ def test_an_exception_that_ends_the_process_is_said(folder: Path, monkeypatch: p
         assert daemon.wait_for(Failed).reason == f"ValueError: row {BAD_ROW} is spoiled"
     assert said == [f"row {BAD_ROW} is spoiled"], "who else wanted to know"
     assert sys.excepthook is before
+
+
+STOPPED = """
+import pathlib, signal, sys
+from tests.integrations.test_hf_callback import hf_trainer
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(3))
+trainer, callback, seen = hf_trainer(pathlib.Path(sys.argv[1]), max_steps=50)
+def stop(*_, **__):
+    if callback.diloco.steps == 2:
+        signal.raise_signal(signal.SIGUSR1)
+seen.callback.on_pre_optimizer_step = stop
+trainer.train()
+"""
+"""A script that has a handler of its own for a stop signal."""
+
+
+def test_a_trainer_that_a_handler_of_a_signal_ends_leaves_in_order(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILOCO_STOP_S", "5")
+    with FakeDaemon(folder) as daemon:
+        script = subprocess.run([sys.executable, "-c", STOPPED, str(folder)], cwd=ROOT, check=False)
+        assert script.returncode == 3
+        assert any(isinstance(message, Leaving) for message in daemon.said), "its last steps were offered"
+        assert not [message for message in daemon.said if isinstance(message, Done | Failed)], "the next one goes on"
+    mark = PlaceMark.decode(request_area(folder / "memory.sock", PLACE_AREA, PLACE_BYTES)[:])
+    assert mark is not None
+    assert (mark.step, mark.checkpoint_step, mark.is_interrupted, mark.has_ended) == (2, 2, True, True)
 
 
 def test_training_that_was_caught_and_begins_again_is_one_learner(folder: Path) -> None:

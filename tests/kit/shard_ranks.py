@@ -275,7 +275,8 @@ class Rank:
         """Fragments as this rank holds them."""
         return self.diloco._fragments
 
-    def step(self, count: int) -> None:
+    def step(self, count: int, apart: float = 0.0) -> None:
+        """apart: how far this rank's gradients are from those of the others, in lengths of theirs."""
         import torch
 
         from diloco_node.learner.layouts.tensors import local_part
@@ -290,7 +291,8 @@ class Rank:
                     if self.optimizer is not None and parameter.requires_grad:
                         self._set_gradient(name, source)
                     else:
-                        local_part(source).sub_(self.gradient(name, source))
+                        gradient = self.gradient(name, source)
+                        local_part(source).sub_(gradient * (1.0 + apart * self.ranks.rank))
             if self.optimizer is not None:
                 self.optimizer.step()
             with torch.no_grad():

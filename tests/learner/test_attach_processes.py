@@ -138,7 +138,7 @@ def test_a_script_that_has_had_its_part_says_so_until_it_attaches_again(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("way", ["exit", "break", "no block"])
+@pytest.mark.parametrize("way", ["exit", "exit 143", "interrupt", "break", "no block"])
 def test_a_script_that_leaves_after_a_signal_of_its_own_handler_is_not_done(
     folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, way: str
 ) -> None:
@@ -146,8 +146,10 @@ def test_a_script_that_leaves_after_a_signal_of_its_own_handler_is_not_done(
 
     def theirs(*_: object) -> None:
         asked.append(True)
+        if way == "interrupt":
+            raise KeyboardInterrupt
         if way != "break":
-            sys.exit(0)
+            sys.exit(143 if way == "exit 143" else 0)
 
     signal.signal(number, theirs)
     try:
@@ -155,7 +157,8 @@ def test_a_script_that_leaves_after_a_signal_of_its_own_handler_is_not_done(
             diloco = diloco_node.attach(toy.model, toy.optimizer)
             toy.step(diloco)
             assert not place_of(folder).is_interrupted
-            ends = contextlib.nullcontext() if way == "break" else pytest.raises(SystemExit)
+            error = KeyboardInterrupt if way == "interrupt" else SystemExit
+            ends = contextlib.nullcontext() if way == "break" else pytest.raises(error)
             with ends, contextlib.nullcontext() if way == "no block" else diloco:
                 while not asked:
                     signal.raise_signal(number)

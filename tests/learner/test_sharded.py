@@ -21,7 +21,7 @@ from diloco_node.learner.checkpoint import newest_first
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, MemoryStore, PlaceMark, request_area
 from diloco_node.storage.trained import read_trained
 from diloco_node.wire.frozen_listing import frozen_difference, pack_frozen
-from diloco_node.wire.learner_link import EndWanted, OfferApplied, RunAdvanced, SnapshotReady, Warned
+from diloco_node.wire.learner_link import EndWanted, Failed, OfferApplied, RunAdvanced, SnapshotReady, Warned
 from tests.kit.fake_daemon import PATIENCE_S, Done, FakeDaemon
 from tests.kit.shard_layouts import cut
 from tests.kit.shard_ranks import Groups, Ranks, digest, run_program, states
@@ -379,6 +379,25 @@ def test_a_daemon_that_comes_back_while_ranks_wait_for_one_another_is_answered(g
             ranks.answers()
             assert ranks.merged(daemon, 2) == 2, "and what it asks for is done"
             ranks.ask(do="close")
+
+
+@pytest.mark.parametrize(("count", "layout"), [(2, "ddp"), (2, "tp"), (4, "hsdp")])
+def test_ranks_that_do_not_add_up_their_gradients_are_refused_before_a_snapshot(
+    count: int, layout: str, groups: Groups, tmp_path: Path
+) -> None:
+    with groups.take(count) as ranks, MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path) as daemon:
+        ranks.attach(layout, tmp_path)
+        ranks.ask(do="step", count=3)
+        ranks.ask(do="step", count=1, apart=1e-4)  # roundings of copies that each computes by itself
+        ranks.ask(do="step", count=3, apart=1.0)
+        daemon.want(0)
+        errors = {answer["error"] for answer in ranks.ask(do="fail", at="step", count=1, apart=1.0)}
+        assert len(errors) == 1, "all ranks say the same"
+        error = errors.pop()
+        assert re.search(r"copies of '\S+' have come apart by step 8, by .* the DistributedDataParallel module", error)
+        ranks.ask(do="close")
+        assert "have come apart" in daemon.wait_for(Failed).reason
+        assert not [message for message in daemon.said if isinstance(message, SnapshotReady)]
 
 
 @pytest.mark.parametrize(("dtype", "defaults"), [("bfloat16", ""), ("float32", "odd")])

@@ -235,6 +235,19 @@ def test_one_that_was_asked_to_stop_from_outside_is_not_done() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("code", "has_ended", "crashes"), [(143, True, 0), (143, False, 1), (-signal.SIGSEGV, True, 1)]
+)
+def test_one_whose_handler_of_a_stop_signal_exits_with_a_code_has_not_crashed(
+    code: int, has_ended: bool, crashes: int
+) -> None:
+    watch = running()
+    place = PlaceMark(7, step=3, is_interrupted=True, has_ended=has_ended)
+    assert watch.ended(code, lived_s=5.0, now_s=5, place=place)
+    assert watch.crashes == crashes
+    assert watch.reason.startswith("a signal from outside" if not crashes else "")
+
+
 def test_one_whose_script_hides_a_refusal_has_crashed_whatever_its_exit_code() -> None:
     watch, place = running(), PlaceMark(7, step=3, fault="LearnerError: weights were loaded")
     assert watch.ended(0, lived_s=5.0, now_s=5, place=place)

@@ -195,23 +195,26 @@ def test_child_that_does_not_stop_is_killed(tmp_path: Path) -> None:
     assert is_gone(lives(tmp_path, "learner")[0])
 
 
-def test_log_and_status_say_what_a_learner_that_was_killed_has_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("handler", "code"), [("SIG_IGN", -9), ("SIG_DFL", -15)])
+def test_log_and_status_say_what_a_learner_that_was_killed_has_lost(tmp_path: Path, handler: str, code: int) -> None:
     mark = (
         "import os, pathlib, signal\nfrom diloco_node.shared_memory import *\n"
         "area = request_area(pathlib.Path(os.environ['DILOCO_SUPERVISOR']), PLACE_AREA, PLACE_BYTES)\n"
         "area[:] = PlaceMark(os.getpid(), step=100, included_step=88, checkpoint_step=1).encode()\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nnote('learner')\nsignal.pause()"
+        f"signal.signal(signal.SIGTERM, signal.{handler})\nnote('learner')\nsignal.pause()"
     )
-    process = start(tmp_path, ordered("daemon"), NOTE + mark, stop_s=0.1)
+    process = start(tmp_path, ordered("daemon"), NOTE + mark, stop_s=0.1 if handler == "SIG_IGN" else 30.0)
     os.kill(lives(tmp_path, "learner")[0], signal.SIGKILL)
     until(lambda: len(lives(tmp_path, "learner")) > 1)
     until(lambda: read_process(tmp_path).get("lost") == {"unsaved_steps": 99, "unmerged_steps": 12})
     process.terminate()
     assert process.wait(PATIENCE_S) == 0
     log = (tmp_path / "logs" / "supervisor.log").read_text()
-    assert (
-        "learner did not stop within 0 s: killed; lost: 99 steps since its checkpoint, 12 that no merge includes" in log
-    )
+    assert ("learner did not stop within 0 s: killed" in log) == (handler == "SIG_IGN")
+    lines = [line for line in log.splitlines() if "that no merge includes" in line]
+    assert len(lines) == 2, "by the test, and as the region stops"
+    assert f"learner exited, code={code} after " in lines[1]
+    assert "s; lost: 99 steps since its checkpoint, 12 that no merge includes" in lines[1]
 
 
 def test_a_learner_that_left_after_a_signal_from_outside_is_started_again(tmp_path: Path) -> None:
@@ -224,7 +227,10 @@ def test_a_learner_that_left_after_a_signal_from_outside_is_started_again(tmp_pa
     assert run_supervisor(spec(tmp_path, NOTE + "wait_until('done')", learner)) == 0
     assert len(lives(tmp_path, "learner")) == 2
     log = (tmp_path / "logs" / "supervisor.log").read_text()
-    assert ": a signal from outside asked it to stop, and the run goes on: starting again in " in log
+    assert (
+        "; lost: 9 steps since its checkpoint, 9 that no merge includes: a signal from outside asked it to stop, and "
+        "the run goes on: starting again in " in log
+    )
     assert log.count(": it is done") == 1
 
 

@@ -124,6 +124,10 @@ class ShardMap:
         owner = self.owner(name, box)
         return tuple(rank for rank in sorted(set(self._holders[name][box])) if rank != owner)
 
+    def copies(self) -> list[tuple[str, Box]]:
+        """Boxes that several ranks hold, with the names of their tensors; in one order on all ranks."""
+        return [(name, box) for name, boxes in self._holders.items() for box in boxes if self.followers(name, box)]
+
     @property
     def is_first_whole(self) -> bool:
         """Whether rank 0 owns all of the model: nothing needs to be gathered."""
