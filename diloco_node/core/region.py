@@ -237,7 +237,7 @@ class RegionCore:
         thread."""
         replacements = self.ledger.disks.roster.replacements(self._region)
         newest = self.history.account.newest_incarnation(self._region)
-        return lambda newest_here: next_incarnation(max(newest, newest_here), replacements)
+        return lambda newest_here: next_incarnation(newest, newest_here, replacements)
 
     @property
     def is_replaying(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -123,15 +122,10 @@ def final_model(folder: Path, fragments: int) -> tuple[bool, tuple[int, ...]]:
 
 
 def _progress(folder: Path) -> tuple[int, bool]:
-    """Versions on disk, over all fragments, and whether they are the final model: others may have extended the run.
-
-    A final model whose ledger can't be read comes first.
-    """
+    """Versions on disk, over all fragments, and whether they are the final model: others may have extended the run."""
     manifest = load_manifest(folder)
     assert manifest is not None
     is_final, versions = final_model(folder, len(manifest.fragments))
-    if is_final and not versions:
-        return sys.maxsize, True
     store = RegionStore(folder, is_read_only=True)
     states = [max(store.state_versions(fragment.index), default=-1) for fragment in manifest.fragments]
     return sum(versions or states), is_final

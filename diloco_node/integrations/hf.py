@@ -211,7 +211,9 @@ def _leave_at_exit(pid: int, reference: weakref.ref[DilocoCallback]) -> None:
     callback = reference()
     if callback is None or callback.diloco is None or os.getpid() != pid:  # a loader's process is a fork
         return
-    if callback.diloco._terminate.has_stop:
+    if (
+        callback.diloco._terminate.has_stop and callback.diloco._ranks.size == 1
+    ):  # others may be in the middle of a step
         try:
             callback.fail(SystemExit())
         except BaseException as error:  # noqa: BLE001 - threads that others are to end would be waited for

@@ -365,7 +365,7 @@ class Diloco(LoopView):
                 return self.checkpoint()  # of this rank; it counts if all come here
             finally:
                 self._close(None)
-        if error is None or self._terminate.is_orderly(error):
+        if error is None or self._terminate.is_orderly(error, is_alone=self._ranks.size == 1):
             return self.close()
         if self._session is not None and self._wish.reason and not self._is_closed:
             self._session.want_end(self._wish.reason)

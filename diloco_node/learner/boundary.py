@@ -232,7 +232,8 @@ class StepBoundaries:
             boundary = self.cross(0)
             is_waiting = self._is_without_data()
             if boundary.is_stopping or (self.fragments.is_placed and not is_waiting):
-                self.fragments.replicas.begin()
+                if self.fragments.is_placed:
+                    self.fragments.replicas.begin()
                 return boundary
             self._wait(WAIT_SLICE_S)
             if self.ranks.is_first and time.monotonic() - noted_s > NOTE_EVERY_S:

@@ -58,6 +58,8 @@ class TerminateFlag:
         # By signal: the handler that stands here, and the one that it stands in for.
         self._handlers: dict[int, tuple[_Handler, _Handler | signal.Handlers]] = {}
         self._pid = os.getpid()
+        # By which a handler of the script's ended its loop.
+        self._exit: BaseException | None = None
 
     def install(self) -> None:
         """Take SIGTERM, and stand in for the script's handlers of stop signals."""
@@ -84,9 +86,12 @@ class TerminateFlag:
         """Whether SIGTERM came, or of late another stop signal that the script handles."""
         return self._set_s is not None or time.monotonic() - self._stop_s < STOP_LASTS_S
 
-    def is_orderly(self, error: BaseException) -> bool:
-        """Whether a block that this ends is left in order; handlers of stop signals exit with any code."""
-        is_stop = isinstance(error, SystemExit | KeyboardInterrupt) and self.has_stop
+    def is_orderly(self, error: BaseException, *, is_alone: bool) -> bool:
+        """Whether a block that this ends is left in order; a handler of a stop signal exits with any code.
+
+        is_alone: there are no other ranks, which may be in the middle of a step.
+        """
+        is_stop = is_alone and error is self._exit
         return is_stop or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
 
     def leave(self) -> None:
@@ -128,7 +133,11 @@ class TerminateFlag:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         if callable(handler):
-            handler(number, frame)
+            try:
+                handler(number, frame)
+            except (SystemExit, KeyboardInterrupt) as error:
+                self._exit = error
+                raise
 
     def restore(self) -> None:
         """Give the signals back, unless the script has taken them meanwhile. Only the main thread can."""

@@ -60,7 +60,7 @@ class ReplicaCheck:
         for place, (values, first) in enumerate(zip(self._rows(), self._first, strict=True)):
             if values.numel():
                 table[:, place] = 0.0
-                table[:, place, : values.numel()] = torch.stack([values, -values, (values - first).abs()]).cpu()
+                table[:, place, : values.numel()] = torch.stack([values, -values, (values - first).abs()])
         most, least, changes = greatest(table)
         # Of buffers all are endless, and nothing is larger.
         distances, lengths = (most + least).norm(dim=1).tolist(), changes.norm(dim=1).tolist()

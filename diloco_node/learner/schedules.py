@@ -178,7 +178,8 @@ def tell_changes(changes: Changes, label: str = "optimizer") -> None:
 class KeptSchedule:
     """A schedule that is not torch's, as a part of `stateful`: nobody knows which of its state are settings.
 
-    A value that the script makes otherwise than it did for the schedule of the checkpoint is one.
+    A value that the script makes otherwise than it did for the schedule of the checkpoint is one, unless it has moved
+    since: then it is a position.
 
     component: the schedule, or a wrapper of it.
     """
@@ -191,12 +192,18 @@ class KeptSchedule:
             state = {key: value for key, value in component.state_dict().items() if not isinstance(value, Tensor)}
             self._script = json.loads(json.dumps(script_settings(state, {*POSITIONS, "_last_lr"})))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Its state, and what of it was there when the script had made it."""
-        return {**self._component.state_dict(), _SCRIPT: self._script}
+    def state_dict(self) -> Any:
+        """Its state, and what of it is as the script had made it. A state that is no mapping is left as it is."""
+        state = self._component.state_dict()
+        if not isinstance(state, Mapping):
+            return state
+        still = {key: value for key, value in self._script.items() if key in state and is_same(value, state[key])}
+        return {**state, _SCRIPT: still}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Take what `state_dict` gave, but for settings that the script has changed since, which are told."""
+        if not isinstance(state, Mapping):
+            return self._component.load_state_dict(state)
         state = dict(state)
         before, own = state.pop(_SCRIPT, {}), self._component.state_dict()
         changes = {
@@ -212,7 +219,8 @@ def as_schedule(component: Any) -> Any:
     """Return a part of `stateful`, as a `KeptSchedule` if it is a schedule that is not torch's."""
     schedule = getattr(component, "scheduler", component)
     is_own = isinstance(schedule, lr_scheduler.LRScheduler) and type(schedule).__module__ != lr_scheduler.__name__
-    is_own |= isinstance(getattr(schedule, "optimizer", None), torch.optim.Optimizer) and not isinstance(
-        schedule, lr_scheduler.LRScheduler | torch.nn.Module
-    )
+    strangers = lr_scheduler.LRScheduler | torch.optim.Optimizer | torch.nn.Module
+    if isinstance(getattr(schedule, "optimizer", None), torch.optim.Optimizer) and not isinstance(schedule, strangers):
+        # A trainer, or an application's state, has an optimizer, too.
+        is_own = callable(getattr(schedule, "step", None)) and not hasattr(schedule, "model")
     return KeptSchedule(component) if is_own else component

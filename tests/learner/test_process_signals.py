@@ -210,3 +210,24 @@ def test_a_learner_that_was_started_by_somebody_else_lives_on() -> None:
         assert parent.stdout is not None
         with parent.stdout:
             parent.stdout.read()
+
+
+@pytest.mark.usefixtures("before")
+def test_only_an_exit_by_the_handler_of_a_stop_signal_is_in_order_and_only_without_other_ranks() -> None:
+    def handler(*_: object) -> None:
+        raise SystemExit(143)
+
+    earlier = signal.signal(signal.SIGUSR1, handler)
+    flag = TerminateFlag()
+    try:
+        flag.install()
+        with pytest.raises(SystemExit) as caught:
+            signal.raise_signal(signal.SIGUSR1)
+        assert flag.is_orderly(caught.value, is_alone=True)
+        assert not flag.is_orderly(caught.value, is_alone=False), "the others may be in the middle of a step"
+        assert flag.has_stop
+        assert not flag.is_orderly(SystemExit("the loss is NaN"), is_alone=True), "the loop's own"
+        assert flag.is_orderly(SystemExit(0), is_alone=False)
+    finally:
+        flag.restore()
+        signal.signal(signal.SIGUSR1, earlier)

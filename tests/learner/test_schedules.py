@@ -14,7 +14,7 @@ from diloco_node.learner.checkpoint import CheckpointWriter, TrainingProgress
 from diloco_node.learner.checkpointing import Checkpointing
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.optimizer_parts import OptimizerParts
-from diloco_node.learner.schedules import place_schedule
+from diloco_node.learner.schedules import KeptSchedule, as_schedule, place_schedule
 from tests.kit.learner_kit import read_newest
 
 PROGRESS = TrainingProgress("model", incarnation=1, global_step=12, step=12, tokens=9)
@@ -450,3 +450,50 @@ def test_a_schedule_of_more_parts_than_before_is_named() -> None:
 def test_what_is_no_schedule_gets_all_of_its_state() -> None:
     state = {"position": 3, "base_lrs": [1.0]}
     assert place_schedule(object(), state) == state
+
+
+def test_what_has_moved_since_the_script_made_it_is_a_position_though_a_second_attach_begins_there() -> None:
+    """A second attach in one process, or a file of the script's that it loads first."""
+    optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=1.0)
+    schedule = Updates(optimizer, 1000)
+    for steps in (100, 50):
+        kept = as_schedule(schedule)
+        for _ in range(steps):
+            schedule.step()
+    state = kept.state_dict()
+    later = as_schedule(Updates(optimizer, 2000))
+    later.load_state_dict(state)
+    assert (later.scheduler.count, later.scheduler.total) == (150, 2000)
+
+
+class Several:
+    """Schedules in a list, of one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.states = optimizer, [1, 2]
+
+    def step(self) -> None:
+        """As a schedule has it."""
+
+    def state_dict(self) -> list[int]:
+        return self.states
+
+    def load_state_dict(self, state: list[int]) -> None:
+        self.states = state
+
+
+def test_a_schedule_whose_state_is_a_list_is_kept_as_it_is() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=1.0)
+    first, later = as_schedule(Several(optimizer)), as_schedule(Several(optimizer))
+    assert isinstance(first, KeptSchedule)
+    first._component.states = [3, 4]
+    later.load_state_dict(first.state_dict())
+    assert later._component.states == [3, 4]
+
+
+def test_a_trainer_with_an_optimizer_is_no_schedule() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=1.0)
+    state = Several(optimizer)
+    state.model = nn.Linear(1, 1)  # type: ignore[attr-defined]
+    assert as_schedule(state) is state
+    assert as_schedule(optimizer) is optimizer

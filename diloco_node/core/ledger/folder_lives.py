@@ -98,12 +98,8 @@ class FolderLives:
 
         Where they can't (one of two regions), it counts all the same: nothing is committed that the others lack.
         """
-        return self.has_fault(peer) and not expulsion_fault(self._disks.roster.voter_disks, peer)
-
-    def has_fault(self, peer: str) -> bool:
-        """Whether the folder that the ledger names is an older copy, whether it counts or not."""
         memory = self._memory(peer)
-        return memory is not None and bool(memory.fault)
+        return memory is not None and bool(memory.fault) and not expulsion_fault(self._disks.roster.voter_disks, peer)
 
     def is_renewed(self, peer: str) -> bool:
         """Whether the ledger has named the folder anew, and nothing was heard of it since."""

@@ -289,7 +289,7 @@ class LedgerCore(LedgerState):
                 # Perhaps this folder is the older copy: the others may elect who has forgotten nothing.
                 self._become_follower("", now_ns)
             return
-        if answer.accepted and index >= self.cluster_commit_index and not self.folders.has_fault(peer):
+        if answer.accepted and index >= self.cluster_commit_index and not self.folders.is_older(peer):
             self.contradictions.pop(peer, None)
         follower = self._followers[peer]
         is_whole = follower.answered(answer, now_ns=now_ns)
@@ -472,7 +472,7 @@ class LedgerCore(LedgerState):
 
     def _acknowledge(self, sequence: int) -> None:
         index = self._following.reported_index = self._following.acknowledged_index(self._log)
-        if index == self._log.known_index and not self.folders.has_fault(self.leader):  # all here is the leader's
+        if index == self._log.known_index and not self.folders.is_older(self.leader):  # all here is the leader's
             self.contradictions.pop(self.leader, None)
         answer = AppendEntriesReply(self.term, sequence, True, index, self._log.hash_at(index), self._disk)
         self._gate.send(self.leader, answer)

@@ -24,6 +24,7 @@ from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.membership import member_change
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.operator_orders import EntryOrdered
+from diloco_node.core.rounds.claim_limits import is_plausible_incarnation
 from diloco_node.core.rounds.extension import WAY_ON, lasting_end
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
@@ -48,17 +49,19 @@ majority; then an order is dropped, for no merge is decided in the meantime."""
 RUN_IS_OVER: Final = f"the run is over: {WAY_ON}"
 
 
-def next_incarnation(newest: int, replacements: int) -> int:
-    """The number for a new life of a region's learner. newest: life that the ledger or the region's folder knows of.
+def next_incarnation(newest: int, newest_here: int, replacements: int) -> int:
+    """The number for a new life of a region's learner. newest, newest_here: life that the ledger, and the region's
+    folder, know of.
 
     A folder that was lost may have handed out numbers that no entry names yet, while other regions still hold what
     those lives contributed. So the numbers are dealt to the folders in blocks, in turn: a folder whose next number is
-    in another's block goes on in its own next one.
+    in another's block goes on in its own next one, unless that is too far from what the others know.
     """
-    number = newest + 1
+    number = max(newest, newest_here) + 1
     block = number // LIVES_UNKNOWN_MAX
     blocks_ahead = (replacements - block) % FOLDERS_UNKNOWN_MAX
-    return (block + blocks_ahead) * LIVES_UNKNOWN_MAX if blocks_ahead else number
+    own = (block + blocks_ahead) * LIVES_UNKNOWN_MAX if blocks_ahead else number
+    return own if is_plausible_incarnation(own + LIVES_UNKNOWN_MAX, newest) else number
 
 
 class SettingsChange:

@@ -260,8 +260,9 @@ class Versions:
             # Right after a restart: a state from disk is there before the ledger says whom it includes. Handing it to a
             # learner with work of its own would make that work count twice. A new learner has none.
             return
-        if base < 0 and self._is_behind(fragment):
-            return  # right after a restart: a new learner would train, and evaluate, on what was long ago
+        is_old = self._is_behind(fragment) or version < self._base_versions[fragment]
+        if base < 0 and is_old:
+            return  # after a restart, or a late state: a new learner would train, and evaluate, on what was long ago
         self._offered[fragment] = version
         snapshot_number = self._history.included_snapshot(
             self._region, self._learner.incarnation, fragment, base=base, version=version

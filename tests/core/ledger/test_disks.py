@@ -335,9 +335,9 @@ def test_changes_of_one_region_are_told_apart_by_a_rest() -> None:
 
 def test_each_folder_hands_out_numbers_of_lives_that_none_before_it_has() -> None:
     """The first folder's third life contributed, and no entry says so: its bytes are in other regions' memory."""
-    assert next_incarnation(-1, 0) == 0
-    assert next_incarnation(-1, 1) > 3
-    assert next_incarnation(7, 2) > next_incarnation(7, 1) + 3
+    assert next_incarnation(-1, -1, 0) == 0
+    assert next_incarnation(-1, -1, 1) > 3
+    assert next_incarnation(7, -1, 2) > next_incarnation(7, -1, 1) + 3
 
 
 @pytest.mark.parametrize("newest", [-1, 0, 997, 998, 999, 1998, 999_998])
@@ -347,10 +347,22 @@ def test_no_folder_hands_out_a_number_of_another_though_no_entry_names_any(newes
     for replacements in range(40):
         newest_here = -1
         for _ in range(lives):
-            newest_here = next_incarnation(max(newest, newest_here), replacements)
+            newest_here = next_incarnation(newest, newest_here, replacements)
             assert newest_here not in numbers
             numbers.add(newest_here)
             assert is_plausible_incarnation(newest_here, newest)
+
+
+@pytest.mark.parametrize("newest", [-1, 5, 998, 999, 1001])
+@pytest.mark.parametrize("replacements", [0, 1, 3])
+def test_no_learner_is_barred_by_lives_of_which_no_entry_says_anything(newest: int, replacements: int) -> None:
+    """Of lives that end in their first step."""
+    newest_here = -1
+    for _ in range(5000):
+        number = next_incarnation(newest, newest_here, replacements)
+        assert max(newest, newest_here) < number
+        assert is_plausible_incarnation(number, newest)
+        newest_here = number
 
 
 @pytest.mark.parametrize("newest", [-1, 0, 998, 999, 4321, 550_000_123])
@@ -358,18 +370,18 @@ def test_no_number_of_a_life_is_handed_out_twice_or_implausible_however_often_th
     """A machine without a disk of its own was barred for good after 1,049 of them."""
     highest = newest
     for replacements in range(newest // LIVES_UNKNOWN_MAX + 1, newest // LIVES_UNKNOWN_MAX + 3000):
-        life = next_incarnation(newest, replacements)
+        life = next_incarnation(newest, -1, replacements)
         assert highest < life
         assert is_plausible_incarnation(life + LIVES_UNKNOWN_MAX - 1, newest)
         highest = life + LIVES_UNKNOWN_MAX // 2
         if replacements % 400 == 0:  # an entry names this life; the folder's next one has the next number
             newest = life + 3
-            assert next_incarnation(newest, replacements) == newest + 1
+            assert next_incarnation(newest, -1, replacements) == newest + 1
 
 
 def test_a_run_from_an_earlier_version_has_numbers_left() -> None:
     for newest in range(0, 3_000_000, 77_777):
         for replacements in (0, 1, 999, 1000, 1048, 1049, 5000):
-            life = next_incarnation(newest, replacements)
+            life = next_incarnation(newest, -1, replacements)
             assert newest < life
             assert is_plausible_incarnation(life + LIVES_UNKNOWN_MAX, newest)

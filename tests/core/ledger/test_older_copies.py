@@ -213,8 +213,8 @@ def test_an_older_copy_is_an_alert_until_its_folder_is_named_anew() -> None:
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("a", "b", "c")])
-def test_an_older_copy_is_an_alert_also_where_it_leads_or_counts(names: tuple[str, ...]) -> None:
-    """Nothing but the alert says so later: what is known of a folder is news once."""
+def test_an_older_copy_is_an_alert_also_where_it_leads_and_of_two_until_it_holds_all(names: tuple[str, ...]) -> None:
+    """What is known of a folder is news once. Of two regions its folder counts, and must not be emptied."""
     lives = [next_life(start << 32, 7) for start in range(3)]
     core, effects, now_ns = a_leader(voters=names)
     write_all(core, effects, now_ns)
@@ -222,11 +222,13 @@ def test_an_older_copy_is_an_alert_also_where_it_leads_or_counts(names: tuple[st
     for life in (lives[2], lives[1]):
         core.hear("b", FolderLife(disk_of("b"), life, 0, 0))
         follower.hear("b", FolderLife(disk_of("b"), life, 0, 0))
-    arrive(core, "b", ack(core.term, 1, True, 1), now_ns)
     assert "b" in core.contradictions
+    assert "b" in follower.contradictions
+    arrive(core, "b", ack(core.term, 1, True, 1), now_ns)
+    assert ("b" in core.contradictions) is (len(names) > 2)
     write_all(follower, arrive(follower, "b", append_entries((*HELD, *chain(7)), 4, 4, term=7)))
     assert follower.leader == "b"
-    assert "b" in follower.contradictions
+    assert ("b" in follower.contradictions) is (len(names) > 2)
 
 
 def test_a_region_without_a_vote_that_holds_another_entry_deposes_nobody() -> None:
