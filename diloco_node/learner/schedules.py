@@ -203,7 +203,8 @@ class KeptSchedule:
     def load_state_dict(self, state: Any) -> None:
         """Take what `state_dict` gave, but for settings that the script has changed since, which are told."""
         if not isinstance(state, Mapping):
-            return self._component.load_state_dict(state)
+            self._component.load_state_dict(state)
+            return
         state = dict(state)
         before, own = state.pop(_SCRIPT, {}), self._component.state_dict()
         changes = {

@@ -239,11 +239,11 @@ class Eligibility:
         since_ns: without a step since then they pause; None: since they count as stalled.
         """
         step_times_ns, names = _step_times_ns(self._context.regions, self._liveness), []
-        unmerged = self.unmerged(fragment, now_ns=now_ns)
+        candidates = self.unmerged(fragment, now_ns=now_ns)
         left_out = self._book.suspensions(BallotRole.MEMBER, now_ns=now_ns)
-        if left_out.keys() >= {*unmerged}:
+        if left_out.keys() >= {*candidates}:
             left_out = {}  # where nobody else has steps a ballot has them
-        for name in unmerged:
+        for name in candidates:
             status, stepped_at_ns = self._liveness.learner(name), self._liveness.stepped_at_ns(name)
             if status is None or status.leaving or name in left_out:
                 continue  # it makes no further step and takes part all the same, or no ballot has it
