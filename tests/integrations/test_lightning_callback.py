@@ -1,6 +1,7 @@
 """The callback of Lightning's trainer, under a fake daemon. tests/e2e/test_frameworks.py has several ranks."""
 
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +257,13 @@ def test_steps_after_the_runs_end_are_undone_and_that_is_told(folder: Path) -> N
     """A trainer with a least number of steps goes on."""
     trainer, _, module = lightning_trainer(folder, max_steps=ROWS, min_steps=8)
     with FakeDaemon(folder, codec=Codec.FP32) as daemon:
-        module.on_train_batch_end = lambda _outputs, _batch, index: end_with_versions(daemon) if index == 2 else None
+
+        def end(_outputs: object, _batch: object, index: int) -> None:
+            if index == 2:
+                end_with_versions(daemon)
+                time.sleep(1.0)  # else the steps may be over before the word of the end is here
+
+        module.on_train_batch_end = end
         trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=BATCH))
         assert torch.equal(module.inner.embedding.weight, merged_weight(daemon))
         daemon.wait_for(Done)

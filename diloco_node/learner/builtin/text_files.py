@@ -87,7 +87,8 @@ def _files_at(path: Path) -> list[TextFile]:
             f"data path {path} has no files but links and hidden ones: mount its disk, put text there, or take it out "
             "of data.paths"
         )
-    raise ConfigError(f"data path {path} is no file or folder: give files or folders of text with --data PATH, or none")
+    fault = "is no file or folder" if os.path.lexists(path) else "does not exist"
+    raise ConfigError(f"data path {path} {fault}: give files or folders of text with --data PATH, or none")
 
 
 def files_below(root: Path) -> list[str]:
