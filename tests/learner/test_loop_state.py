@@ -458,6 +458,9 @@ class Updates(Position):
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.batch = optimizer, 0
 
+    def step(self) -> None:
+        """As a schedule has it."""
+
 
 @pytest.mark.parametrize(
     ("part", "is_known"),
