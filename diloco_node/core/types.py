@@ -20,6 +20,9 @@ BLOCK_VALUES: Final = 256
 DISK_ID_BYTES: Final = 16
 """Length of the random id of a region's folder."""
 
+NO_STEPS: Final = "no steps since the last inclusion"
+"""Why a learner declines a ballot that it has nothing to give to."""
+
 SMALL_TENSOR_VALUES: Final = 4096
 """Pieces with fewer values travel in bf16 whatever the codec, for a scale per 256 of them would not pay."""
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_plan, position_after
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.types import CarryMode, FragmentPosition
+from diloco_node.core.types import NO_STEPS, CarryMode, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
 from diloco_node.learner.contribution_area import ContributionArea
 from diloco_node.learner.fragment_settings import FragmentSettings
@@ -235,7 +235,7 @@ class LearnerFragments:
             reason = f"base is version {position.base_version}, asked for one against {request.base_version}"
             return SnapshotDenied(request.fragment, request.version, reason)
         if self.step <= position.included_step:
-            return SnapshotDenied(request.fragment, request.version, "no steps since the last inclusion")
+            return SnapshotDenied(request.fragment, request.version, NO_STEPS)
         if previous is not None:
             self._resolve(previous)
         local = self._owned[request.fragment]

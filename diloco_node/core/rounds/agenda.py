@@ -18,7 +18,7 @@ from diloco_node.core.rounds.extension import extension
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opener, Opening
 from diloco_node.core.rounds.progress import RunProgress
-from diloco_node.core.types import ExtendedBody, FinishedBody, RunSettings
+from diloco_node.core.types import NO_STEPS, ExtendedBody, FinishedBody, RunSettings
 
 WAIT_NOTE_NS: Final = 2_000_000_000
 """How long nothing was opened when the reason goes into the log; status shows it at once."""
@@ -161,8 +161,11 @@ class Agenda:
         if round_.is_last and self._ending is not None:
             self._ending.pending.discard(round_.fragment)
             contributions = round_.decision.contributions if round_.decision else ()
+            members = {item.learner for item in contributions}
+            # What they have made since is carried, as what contributors have made since theirs.
+            members |= {name for name, reason in round_.refusals.items() if reason == NO_STEPS}
             cause = "their contributions to the last round did not come, or were refused"
-            self._note_unmerged(round_.fragment, cause, now_ns, {item.learner for item in contributions})
+            self._note_unmerged(round_.fragment, cause, now_ns, members)
 
     def pausing_members(self, round_: OpenRound, *, now_ns: int) -> tuple[str, ...]:
         """Return the members of a last round's ballot that did not contribute, for they make no steps at the moment.
@@ -290,7 +293,7 @@ class Agenda:
         return self._eligibility.pausing(fragment, now_ns=now_ns, max_ns=LAST_WAIT_NS_MAX, since_ns=since_ns)
 
     def _note_unmerged(self, fragment: int, cause: str, now_ns: int, members: Collection[str] = ()) -> None:
-        """Tell whose last steps the run ends without. members: of the last round."""
+        """Tell whose last steps the run ends without. members: of the last round, or with nothing to give to it."""
         names = [name for name in self._eligibility.unmerged(fragment, now_ns=now_ns) if name not in members]
         if names:
             text = f"the run ends without the last steps of {', '.join(names)}: {cause}"

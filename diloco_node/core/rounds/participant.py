@@ -40,7 +40,7 @@ from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.followed import EarlyArrivals, FollowedBallot, FollowedRound, decision_fault, name_of
 from diloco_node.core.rounds.open_round import payload_digest
 from diloco_node.core.rounds.suspicion import LEFT_OUT_SHOWN_MAX, REASON_SHOWN_MAX
-from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody
+from diloco_node.core.types import NO_STEPS, Ballot, Contribution, LearnerStatus, RoundBody
 
 PROMPT_MEMBERS_MAX: Final = 8
 """Members of a ballot whose leader is told at once of each contribution that arrives. In larger ballots it is told with
@@ -422,7 +422,7 @@ class RoundParticipant:
         position = self._learner.positions[fragment]
         has_pending = self.rounds[fragment].contribution is not None
         if not has_pending and position.base_version >= 0 and self._learner.step <= position.included_step:
-            return "no steps since the last inclusion"
+            return NO_STEPS
         return ""
 
     def _repeat_reports(self, round_: FollowedRound, ballot: FollowedBallot) -> None:

@@ -25,7 +25,7 @@ from diloco_node.core.events import (
 )
 from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, position_after
 from diloco_node.core.row_book import RowBook
-from diloco_node.core.types import CarryMode, Contribution, FragmentPosition, LearnerStatus
+from diloco_node.core.types import NO_STEPS, CarryMode, Contribution, FragmentPosition, LearnerStatus
 from diloco_node.lab.sim import fake_tensors as tensors
 from diloco_node.lab.sim.fake_tensors import FragmentLayout
 from diloco_node.lab.sim.world import Life, World
@@ -302,7 +302,7 @@ class FakeLearner:
             return
         if local.snapshot is None:
             if self.step == local.position.included_step:
-                self._refuse(order, "no steps since the last inclusion")
+                self._refuse(order, NO_STEPS)
                 return
             local.snapshot = self.make_snapshot(order.fragment, local)
         snapshot = local.snapshot

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from functools import partial
 
+import pytest
+
 from diloco_node.core.messages import (
     Contributed,
     Declined,
@@ -11,6 +13,7 @@ from diloco_node.core.messages import (
 )
 from diloco_node.core.rounds.agenda import GIVE_UP_BALLOTS, READY_STEPS
 from diloco_node.core.types import (
+    NO_STEPS,
     FinishedBody,
 )
 from tests.kit.leader_kit import DUE, Office, ballots
@@ -213,3 +216,35 @@ def test_who_has_not_stepped_since_a_ballot_began_pauses_only_if_its_deadline_ha
     assert names
     assert agenda.pausing_members(round_, now_ns=round_.ballot_at_ns + 1) == ()
     assert names & {*agenda.pausing_members(round_, now_ns=round_.deadline_ns)}
+
+
+@pytest.mark.parametrize(("reason", "is_told"), [(NO_STEPS, False), ("its disk is full", True)])
+def test_who_had_nothing_to_give_to_the_last_round_is_not_named_for_steps_since(reason: str, is_told: bool) -> None:
+    office = Office()
+    office.report(status(4))
+    office.leader.request_finish("enough")
+    office.go()
+    round_ = office.leader.rounds[0]
+    givers = ("a", "b")
+    office.answer("c", Declined(round_.ballot, reason))
+    for name in givers:
+        office.answer(name, Contributed(round_.ballot, contribution(name, 0, base=round_.version - 1, steps=(0, 3))))
+    office.go()
+    office.report(status(5))
+    for index, stripe in enumerate(round_.stripes):
+        rows = tuple((4.0 / len(round_.stripes),) * pieces(0) for _ in givers)
+        office.answer(stripe.reducer, ReductionReported(round_.ballot, index, (1.0,) * pieces(0), rows, b"d" * 32))
+    for name in REGIONS:
+        office.answer(name, PayloadDurable(round_.ballot, round_.digest))
+    office.go()
+    office.commit(office.leader.proposals.popleft())
+    office.go()
+    alarms = [note.text for note in office.notes if "the run ends without the last steps of" in note.text]
+    assert (
+        alarms
+        == [
+            "the run ends without the last steps of c: their contributions to the last round did not come, "
+            "or were refused"
+        ]
+        * is_told
+    )
