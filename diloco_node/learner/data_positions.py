@@ -15,8 +15,7 @@ REACH: Final = 4
 ITEMS_MAX: Final = 100
 """A longer list holds rows of data."""
 
-HOLDINGS: Final = (Tensor, nn.Module, DataLoader, Sampler, Dataset)
-"""A part with one of these, and not the data in question, is there for something else, such as an average."""
+SOURCES: Final = (DataLoader, Sampler, Dataset)
 
 
 def reach(components: Iterable[object]) -> list[Any]:
@@ -40,19 +39,30 @@ def reach(components: Iterable[object]) -> list[Any]:
 def may_read(component: Any, iterator: Any, model_ids: Collection[int]) -> bool:
     """Whether a part of `stateful` may know where a data loader's iterator is.
 
-    Those that count tokens do, those that have the same data, and those with neither data nor values: a position.
+    Those that count tokens do, those that have the same data, and those with neither data nor values: a position. Other
+    parts are there for something else, such as an average.
 
     model_ids: of the model's modules and values, which tell nothing.
     """
     if hasattr(component, "token_count"):
         return True
     sampler = getattr(iterator, "_index_sampler", None)
-    sources = iterator, getattr(iterator, "_dataset", None), sampler, getattr(sampler, "sampler", None)
-    ids = {id(source) for source in sources if source is not None}
+    sources = [getattr(iterator, "_dataset", None), sampler, getattr(sampler, "sampler", None)]
+    ids = {id(item) for item in reach(sources) if issubclass(type(item), SOURCES)}  # below a `Subset`, too
+    ids |= {id(source) for source in (iterator, *sources) if source is not None}
     members = reach([component])
     if any(id(member) in ids for member in members):
         return True
-    return not any(issubclass(type(member), HOLDINGS) and id(member) not in model_ids for member in members)
+    return not any(_is_holding(member, model_ids) for member in members)
+
+
+def _is_holding(member: Any, model_ids: Collection[int]) -> bool:
+    """Whether it is data, or has values that are not the model's. An order of rows is none."""
+    if issubclass(type(member), Tensor):
+        return member.is_floating_point() and id(member) not in model_ids
+    if issubclass(type(member), nn.Module):
+        return any(id(value) not in model_ids for value in (*member.parameters(), *member.buffers()))
+    return issubclass(type(member), SOURCES)
 
 
 def is_under_way(iterator: Any) -> bool:

@@ -63,3 +63,17 @@ def plain() -> nn.Module:
 class Mean(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.square().mean()
+
+
+class Averages:
+    """As torch_ema has them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for value, kept in zip(self.shadow, state["shadow"], strict=True):
+            value.copy_(kept)

@@ -82,3 +82,16 @@ sys.exit(run_supervisor(SupervisorSpec(
     stop_s=float(sys.argv[4]), daemon_first_s=0.0,
     daemon_command=[sys.executable, "-c", sys.argv[2]], learner_command=[sys.executable, "-c", sys.argv[3]])))
 """
+
+
+LEAVE = (
+    NOTE
+    + """
+import time
+from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
+area = request_area(pathlib.Path(os.environ["DILOCO_SUPERVISOR"]), PLACE_AREA, PLACE_BYTES)
+def mark(**changes):
+    area[:] = PlaceMark(os.getpid(), step=9, **changes).encode()
+"""
+)
+"""A learner's program that may `mark` where it stands, as `attach` does."""

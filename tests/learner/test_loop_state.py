@@ -19,7 +19,7 @@ import diloco_node
 from diloco_node.errors import LearnerError
 from diloco_node.learner.living_objects import living_objects
 from diloco_node.wire.learner_link import Warned
-from tests.kit.loop_kit import Loop, Mean, plain
+from tests.kit.loop_kit import Averages, Loop, Mean, plain
 
 SCHEDULE = torch.optim.lr_scheduler.StepLR
 
@@ -344,20 +344,6 @@ def test_a_merged_state_that_a_trainer_holds_while_it_saves_is_not_named(folder:
         assert saved
 
 
-class Averages:
-    """As torch_ema has them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.shadow = [parameter.detach().clone() for parameter in model.parameters()]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"shadow": self.shadow}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for value, kept in zip(self.shadow, state["shadow"], strict=True):
-            value.copy_(kept)
-
-
 @pytest.mark.no_device("copy.deepcopy of a state: the CPU build has no storages of a device")
 def test_copies_that_are_kept_given_or_never_move_are_not_named(folder: Path) -> None:
     model = plain()
@@ -417,72 +403,6 @@ def test_objects_of_a_class_and_of_those_derived_from_it_are_found_also_without_
     ids = {id(item) for item in living_objects(Mean, np.random.Generator, random.Random)}
     assert {id(item) for item in members} <= ids
     assert id(members) not in ids
-
-
-class KnowingLoader(torch.utils.data.DataLoader[int]):
-    """A loader that keeps its position, as torchdata's and this program's do."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": 3}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing is gone on with here."""
-
-
-def test_a_loader_that_keeps_its_position_is_not_named(folder: Path) -> None:
-    loader = KnowingLoader(list(range(40)))
-    with Loop(folder, plain(), stateful={"data": loader}) as loop:
-        batches = iter(loader)
-        for _ in range(4):
-            loop.step()
-            next(batches)
-            assert loop.checkpoint() == []
-
-
-class Position:
-    """A position of the script's own, which it counts itself."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.batch = model, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"batch": self.batch}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.batch = state["batch"]
-
-
-class Updates(Position):
-    """A schedule of no class of torch's."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.batch = optimizer, 0
-
-    def step(self) -> None:
-        """As a schedule has it."""
-
-
-@pytest.mark.parametrize(
-    ("part", "is_known"),
-    [
-        (lambda loop: Averages(loop.model), False),
-        (lambda loop: Updates(loop.optimizer), False),
-        (lambda loop: KnowingLoader([3, 4, 5]), False),
-        (lambda loop: Position(loop.model), True),
-    ],
-)
-def test_only_what_may_know_where_a_loader_is_has_it_unnamed(
-    folder: Path, part: Callable[[Loop], Any], is_known: bool
-) -> None:
-    loop = Loop(folder, plain(), stateful=(stateful := {}))
-    stateful["part"] = part(loop)
-    with loop:
-        batches = iter(torch.utils.data.DataLoader(list(range(40))))
-        for _ in range(4):
-            loop.step()
-            next(batches)
-            warnings = loop.checkpoint()
-        assert ["the position of a DataLoader" in warning for warning in warnings] == [True] * (not is_known)
 
 
 def test_nothing_is_named_that_needs_no_place(folder: Path) -> None:
