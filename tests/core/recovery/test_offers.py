@@ -143,3 +143,13 @@ def test_learner_that_attaches_again_is_offered_again_what_it_has_not_applied() 
     assert desk.attach(None) == []
     assert desk.attach(status(13)) == [OfferVersion(0, 1, 5)]
     assert desk.attach(status(13, f0=position(base=1, step=10))) == []
+
+
+def test_a_new_learner_is_not_offered_what_the_ledger_begins_behind() -> None:
+    """A state that was requested before the ledger's base went on, and comes late."""
+    desk = Desk()
+    desk.commit(GENESIS, INCLUDED, WITHOUT)
+    desk.versions.begin_at(3)
+    desk.attach(NEW)
+    assert desk.apply(0, 1) == []
+    assert desk.apply(0, 2) == [OfferVersion(0, 2, 5)]

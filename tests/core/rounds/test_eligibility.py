@@ -1,6 +1,7 @@
 """With whom a round is held: reach, stalled learners, reports older than the last commit."""
 
 from dataclasses import replace
+from functools import partial
 
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.membership.liveness import SILENT_HEARTBEATS, Liveness
@@ -16,6 +17,7 @@ from diloco_node.core.rounds.eligibility import (
     member_fault,
 )
 from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.suspicion import BallotRole, SuspicionBook
 from tests.kit.rounds_kit import (
     GENESIS,
     MS,
@@ -246,3 +248,20 @@ def test_a_region_that_lacks_older_commits_does_not_reduce_until_it_has_them() -
         assert asked.is_behind("b", now_ns=now_ns) is is_behind
         assert ("b" in asked.reachability(now_ns=now_ns).reducers) is not is_behind
     assert not asked.is_behind("a", now_ns=now_ns)
+
+
+def test_whom_no_ballot_has_is_waited_for_in_no_pause_unless_nobody_else_has_steps() -> None:
+    world = Neighbourhood()
+    book = SuspicionBook(ballot_ns=2 * SECOND)
+    book.begin((), world.regions, predecessor="b", now_ns=0)
+    history = history_of(GENESIS)
+    eligibility = eligibility_of(world.liveness, history, book=book)
+    assert "b" in book.suspensions(BallotRole.MEMBER, now_ns=SECOND)
+    world.all_hear(status(20), now_ns=0)
+    world.all_hear(status(20), now_ns=4 * SECOND)  # and no step since
+    pausing = partial(eligibility.pausing, 0, now_ns=4 * SECOND, max_ns=60 * SECOND)
+    assert pausing() == ("a", "c")
+    finished = replace(status(20), finished=True)
+    world.liveness.own_learner(finished, now_ns=4 * SECOND)
+    world.hear("c", finished, now_ns=4 * SECOND)
+    assert pausing() == ("b",)

@@ -16,7 +16,7 @@ from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState
 from diloco_node.core.messages import BulkHeader, Message, Refused, State, StateRequested
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.daemon.effects.disk_writes import DiskWrites
-from diloco_node.daemon.effects.fetch import SERVES_OF_A_PEER_MAX, TRANSFER_S_MIN, Fetcher
+from diloco_node.daemon.effects.fetch import FETCH_SILENCE_S, SERVES_OF_A_PEER_MAX, TRANSFER_S_MIN, Fetcher
 from diloco_node.errors import LinkLost
 from diloco_node.numeric import NS_PER_S
 from diloco_node.storage.durable import DamagedFile
@@ -289,5 +289,25 @@ def test_a_donor_that_leaves_a_request_out_is_not_waited_for_as_long_as_it_sends
         took_s = await joiner.fetch_all()
         assert 0 in joiner.donors["c"].transfers
         assert took_s < 40 * FRAGMENTS
+
+    on_virtual_time(scenario())
+
+
+def test_a_request_that_a_donor_has_overtaken_four_times_is_not_waited_for_any_more() -> None:
+    async def scenario() -> None:
+        joiner, loop = Joiner(), asyncio.get_running_loop()
+        joiner.add("b", 0, ignored=frozenset(range(FRAGMENTS)))
+        begun_s, posts = loop.time(), []
+        joiner.fetcher.post = lambda event: posts.append((event, loop.time() - begun_s))
+        for fragment in range(FRAGMENTS):
+            joiner.fetcher.ask(FetchState("b", fragment, VERSION, DIGESTS[fragment]))
+        for fragment in range(1, FRAGMENTS):
+            await asyncio.sleep(20)
+            body = STATES[fragment].view(np.uint8).ravel()
+            header = State(fragment, VERSION, DIGESTS[fragment])
+            assert joiner.fetcher.expects("b", header, body.nbytes), "late bytes are taken"
+            await joiner.fetcher.take_transfer("b", header, body, is_whole=True)
+        given_up = {event.fragment: at_s for event, at_s in posts if isinstance(event, FetchFailed)}
+        assert given_up[0] == pytest.approx(20 * SERVES_OF_A_PEER_MAX + FETCH_SILENCE_S, abs=1)
 
     on_virtual_time(scenario())
