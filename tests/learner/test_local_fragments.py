@@ -8,6 +8,7 @@ from torch import nn
 from diloco_node.core.types import CarryMode, Codec, FragmentPosition
 from diloco_node.wire.learner_link import (
     NO_SLOT,
+    UNATTACHED,
     OfferApplied,
     VersionOffered,
 )
@@ -86,6 +87,19 @@ def test_own_parameters_are_those_of_the_model_again_when_the_run_goes_on_after_
     assert [set(own.tolist()) for own in bench.fragments.own_vectors()] == [{1.0}, {2.0}], "a round open before the end"
     bench.offer(1, 2, 5.0)
     assert [set(own.tolist()) for own in bench.fragments.own_vectors()] == [{4.0}, {5.0}]
+
+
+def test_own_parameters_stay_when_the_final_versions_are_written_over_the_model_at_the_end() -> None:
+    """What `leaving` does with the run's last versions: positions are unattached, the versions are no merges."""
+    bench = Bench(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), fragments=2)
+    bench.offer(0, 0, 1.0)
+    bench.offer(1, 0, 2.0)
+    bench.offer(0, 1, 3.0, is_last=True)
+    bench.offer(1, 1, 4.0, is_last=True)
+    for index, final in enumerate((3.0, 4.0)):
+        bench.fragments.positions[index] = UNATTACHED
+        bench.offer(index, 1, final)
+    assert [set(own.tolist()) for own in bench.fragments.own_vectors()] == [{1.0}, {2.0}]
 
 
 def test_included_snapshot_carries_what_came_after_it() -> None:
