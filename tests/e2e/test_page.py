@@ -269,7 +269,8 @@ async def test_what_a_document_holds_breaks_no_part_and_is_no_element(tab: Tab, 
 async def test_curves_and_rates_outlive_a_learner_and_a_clock(tab: Tab, tmp_path: Path) -> None:
     restarted = status(1_300) | {"inner_steps": 1_300}
     restarted["learner"] |= {"step": 3, "tokens": 1_536}
-    late = status(1_301)
+    late = status(1_301) | {"inner_steps": 1_301}
+    late["learner"] |= {"step": 4}
     late["clock"]["unix"] -= 3_600
     async with shown(ShownRun(), tmp_path) as url:
         await open_wide(tab, url)
@@ -299,6 +300,7 @@ async def test_curves_and_rates_outlive_a_learner_and_a_clock(tab: Tab, tmp_path
         last, now, counters, at = await tab.evaluate(script)
         assert last == [1_300, 1_300 * 512], "of the run, as in the history"
         assert (now, counters, at) == (UNIX + 1_301 - 3_600, 1, UNIX + 1_301 - 3_600)
+        await tab.until("document.querySelector('#region-us-east [data-label=step]').innerText === '1,301'")
 
 
 async def test_an_outage_breaks_the_curve_of_speed_and_makes_one_bad_round(tab: Tab, tmp_path: Path) -> None:
