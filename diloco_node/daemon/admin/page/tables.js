@@ -37,7 +37,7 @@ function regionRow(name, chosen) {
     h("td", { "data-label": "state" }, h("span", { class: `mark ${tone}`, "aria-hidden": "true" }, mark), ` ${state}`),
     cell("member", known(member.kind), { title: known(member.state) }),
     cell("since", isNumber(member.since_unix) ? clock(member.since_unix) : isNumber(member.since) ? `entry ${whole(member.since)}` : NO_DATA, { class: "tight", title: `${isNumber(member.since_unix) ? `${day(member.since_unix)}, ` : ""}entry ${whole(member.since)} of the ledger` }),
-    cell("step", whole(learner.step === undefined ? peer?.step : status.inner_steps), { class: "number", title: "in all lives of the learner" }),
+    cell("step", whole(learner.step === undefined ? peer?.step : status.inner_steps ?? learner.step), { class: "number", title: "in all lives of the learner" }),
     cell("loss", loss(learner.loss), { class: "number" }),
     cell("tokens/s", count(region?.status.learner ? speedOf(status) : null), { class: "number" }),
     cell("report", seconds(learner.report_age_seconds), { class: "number" }),
