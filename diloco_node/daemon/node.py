@@ -79,12 +79,7 @@ class Node:
         self.runtime = runtime
         self._spec = spec
         self.parameters = Parameters(
-            manifest,
-            spec.settings,
-            runtime.store,
-            threads.pool,
-            files=threads.files,
-            background=threads.background,
+            manifest, spec.settings, runtime.store, threads.pool, files=threads.files, background=threads.background
         )
         identity = load_identity(spec.identity_dir, region=spec.region, run_id=spec.run_id)
         self.core = RegionCore(

@@ -83,12 +83,7 @@ class Parameters:
             self.versions[fragment] = version
 
     async def apply(
-        self,
-        body: RoundBody,
-        bodies: Sequence[npt.NDArray[np.uint8]],
-        place: F32 | None,
-        *,
-        is_checked: bool = False,
+        self, body: RoundBody, bodies: Sequence[npt.NDArray[np.uint8]], place: F32 | None, *, is_checked: bool = False
     ) -> None:
         """The outer step of a committed round, stripe by stripe, in as many threads as there are cores to spare.
 

@@ -66,11 +66,7 @@ def keep_freed_memory() -> bool:
     # Older ones refuse more than half of one of their heaps. Any setting freezes the threshold, so it must be ours.
     if not any(mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in (HEAP_BLOCK_BYTES_MAX, HEAP_BLOCK_BYTES_MAX // 2)):
         return False
-    settings = (
-        (_M_TRIM_THRESHOLD, KEPT_BYTES_MAX),
-        (_M_TOP_PAD, GROWTH_BYTES),
-        (_M_ARENA_MAX, 1),
-    )
+    settings = ((_M_TRIM_THRESHOLD, KEPT_BYTES_MAX), (_M_TOP_PAD, GROWTH_BYTES), (_M_ARENA_MAX, 1))
     return all([mallopt(name, value) == 1 for name, value in settings])  # noqa: C419 - each of them, whatever the others
 
 

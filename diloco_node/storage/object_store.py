@@ -214,12 +214,7 @@ class BucketObjects:
         is_large = sum(map(len, views)) > CHUNK_BYTES
         with self.errors("write", key):
             obstore.put(
-                self.store,
-                key,
-                paced(),
-                use_multipart=is_large,
-                chunk_size=CHUNK_BYTES,
-                max_concurrency=PARTS_AT_ONCE,
+                self.store, key, paced(), use_multipart=is_large, chunk_size=CHUNK_BYTES, max_concurrency=PARTS_AT_ONCE
             )
 
     def remove(self, key: str) -> None:

@@ -169,12 +169,7 @@ class RegionStore:
     # ---- the ledger ----
 
     def persist(
-        self,
-        term: int,
-        voted_for: str,
-        truncate_from: int,
-        entries: Sequence[Entry],
-        base: LedgerBase | None = None,
+        self, term: int, voted_for: str, truncate_from: int, entries: Sequence[Entry], base: LedgerBase | None = None
     ) -> None:
         """Make term, vote and log durable before returning. base: the log is to begin with it
         (`LedgerFile.begin_with`).

@@ -192,8 +192,7 @@ class LearnerWatch:
             longest_s = max(self._pauses, default=0.0)
             still = f"no step for {self.awake_s(self._stepped_s):.0f} s, its longest pause before was {longest_s:.1f} s"
             return self._hang(
-                f'{still}. Longer ones, such as evaluations, belong into `with diloco.busy("evaluation"):`',
-                now_s,
+                f'{still}. Longer ones, such as evaluations, belong into `with diloco.busy("evaluation"):`', now_s
             )
         return Action.NOTHING
 

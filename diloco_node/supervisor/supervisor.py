@@ -63,13 +63,7 @@ from diloco_node.supervisor.preload import ForkServer, ServerEnded, ServerReady,
 from diloco_node.supervisor.process_file import write_process
 from diloco_node.supervisor.screen import SCREEN
 from diloco_node.supervisor.service_manager import NOTIFY_VARIABLES, ServiceManager
-from diloco_node.supervisor.supervisor_spec import (
-    FINAL_CODES,
-    LEARNER_SHARE,
-    LEAVE_S_MAX,
-    SCRIPT_CODE,
-    SupervisorSpec,
-)
+from diloco_node.supervisor.supervisor_spec import FINAL_CODES, LEARNER_SHARE, LEAVE_S_MAX, SCRIPT_CODE, SupervisorSpec
 from diloco_node.unix_sockets import socket_path
 
 BIND_CODE: Final = 3

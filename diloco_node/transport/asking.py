@@ -78,10 +78,7 @@ def region_at(folder: Path, identity: Identity, address: str, *, timeout_s: floa
     context.load_cert_chain(folder / NODE_CERT, folder / NODE_KEY)
     context.set_alpn_protocols(["h2"])
     try:
-        with (
-            socket.create_connection(host_and_port(address), timeout_s) as sock,
-            context.wrap_socket(sock) as tls,
-        ):
+        with socket.create_connection(host_and_port(address), timeout_s) as sock, context.wrap_socket(sock) as tls:
             encoding, own_host = tls.getpeercert(binary_form=True), str(tls.getsockname()[0])
         region, _ = names_of(x509.load_der_x509_certificate(encoding or b""), address)
     except ssl.SSLCertVerificationError as error:

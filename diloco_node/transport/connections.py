@@ -30,12 +30,7 @@ LOSSY_PPM: Final = 1_000
 
 
 def target_connections(
-    *,
-    rtt_min_ns: int,
-    ceiling_bytes_per_s: int | None,
-    delivered_bytes_per_s: int,
-    buffer_bytes: int,
-    lost_ppm: int,
+    *, rtt_min_ns: int, ceiling_bytes_per_s: int | None, delivered_bytes_per_s: int, buffer_bytes: int, lost_ppm: int
 ) -> int:
     """How many, 1 to BULK_CONNECTIONS_MAX: bytes on their way at full rate over what one connection holds, rounded up.
 

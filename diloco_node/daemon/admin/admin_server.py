@@ -58,13 +58,7 @@ class AdminServer:
     """
 
     def __init__(
-        self,
-        daemon: Daemon,
-        registry: CollectorRegistry,
-        *,
-        port: int,
-        state_dir: Path,
-        host: str = LOOPBACK,
+        self, daemon: Daemon, registry: CollectorRegistry, *, port: int, state_dir: Path, host: str = LOOPBACK
     ) -> None:
         self._daemon = daemon
         self._registry = registry

@@ -103,14 +103,7 @@ class StripeTable:
         return 0 <= header.stripe < len(stripes) and stripes[header.stripe] == cut
 
     def keep_contribution(
-        self,
-        version: int,
-        contribution: Contribution,
-        block_start: int,
-        block_stop: int,
-        body: U8,
-        *,
-        limit_bytes: int,
+        self, version: int, contribution: Contribution, block_start: int, block_stop: int, body: U8, *, limit_bytes: int
     ) -> None:
         """Keep a stripe of a contribution to a round, which makes `version`.
 
