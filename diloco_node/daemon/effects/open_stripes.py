@@ -250,19 +250,13 @@ def reduce_stripe(
                 )
             target = rows[place] if is_trimmed else total
             squares = kernels.accumulate(blocks_up, body, start, stop, np.array(coefficients, np.float32), target)
-            norms.append(tuple(float(value) for value in squares))
+            norms.append(tuple(squares.tolist()))
         if is_trimmed:
             add_trimmed([row for row, parts in zip(rows, order.coefficients, strict=True) if any(parts)], total)
         merged_body = np.empty(blocks_down.span_bytes(start, stop), np.uint8)
         squares = kernels.encode(blocks_down, total, merged_body, start, stop)
-        reduction = ReductionDone(
-            order.ballot,
-            order.stripe,
-            squared_norms=tuple(float(value) for value in squares),
-            contribution_norms=tuple(norms),
-            digest=stripe_digest(merged_body),
-        )
-        return reduction, merged_body
+        digest = stripe_digest(merged_body)
+        return ReductionDone(order.ballot, order.stripe, tuple(squares.tolist()), tuple(norms), digest), merged_body
 
 
 def add_trimmed(rows: list[F32], total: F32) -> None:
