@@ -192,11 +192,8 @@ class Daemon:
         self.end()
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the process. error: None: the run is over, or somebody asked for it.
-
-        Else the core, an effect or a task raised what it never should, and a new process starts from the disk; or a
-        newer process of this region runs.
-        """
+        """End the process. error: None: the run is over, or somebody asked for it. Else what a task, an effect or the
+        core raised and never should, or that a newer process of this region runs."""
         if error is not None:
             log.error("ends", region=self.spec.region, error=repr(error))
         if self._ended is None or self._ended.done():
@@ -341,8 +338,7 @@ class Daemon:
         }
 
     def not_ready_reason(self, document: Mapping[str, Any] | None = None) -> str:
-        """Name the learner first, in the status document or as of now: what it does not do is often why the
-        rest waits."""
+        """Why the region does not train. What the learner's process lacks comes first: the rest waits for it."""
         fault = learner_fault(self._facts() if document is None else document)
         reason = self._starting_reason if self.node is None else self.node.status.not_ready_reason()
         if fault is None:
@@ -452,10 +448,7 @@ class Daemon:
         self.running_node(f"expel {peer} from").expel(peer, is_lifted=False)
 
     def revoke(self, region: str, pem: str) -> str:
-        """Have the ledger revoke a certificate; the beginning of its fingerprint. Raises ConfigError.
-
-        pem: empty: the one that the region uses.
-        """
+        """Have the ledger revoke a certificate; the beginning of its fingerprint. pem: empty: the one in use."""
         if region != self.spec.region:
             self._check_peer(region)
         return self.running_node(f"revoke the certificate of {region} in").revoke(region, pem.encode())

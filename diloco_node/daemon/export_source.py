@@ -1,7 +1,6 @@
 """The merged model in a region's folder: the final one, each fragment's newest state on disk, or an earlier version.
 
-Reading only, so a daemon may run on the folder. In mid-run the fragments are of different versions, as they are in the
-run itself: a fragment is on disk every `checkpoint_versions` versions.
+Reading only, so a daemon may run on it. In mid-run the fragments are of different versions, as in the run itself.
 """
 
 from __future__ import annotations

@@ -43,10 +43,8 @@ def manifest_of(document: Mapping[str, Any]) -> Manifest:
 
 
 def load_manifest(state_dir: Path) -> Manifest | None:
-    """Return the manifest of `save_manifest`, laid out again; None on a fresh folder.
-
-    Raises DamagedFile: it is not what was written, or lays out to another digest. StorageError: the disk refuses.
-    """
+    """The manifest of `save_manifest`, laid out again; None on a fresh folder. Raises DamagedFile: it is not what was
+    written. StorageError: the disk refuses."""
     path = state_dir / MANIFEST_NAME
     try:
         data = path.read_bytes()
@@ -61,10 +59,7 @@ def load_manifest(state_dir: Path) -> Manifest | None:
 
 
 def recover_manifest(state_dir: Path) -> tuple[Manifest | None, str]:
-    """As `load_manifest`, but a damaged file is set aside and counts as missing; with what was wrong, empty if nothing.
-
-    Raises StorageError: the disk refuses.
-    """
+    """As `load_manifest`, but a damaged file is set aside and counts as missing; with what was wrong, or ""."""
     try:
         return load_manifest(state_dir), ""
     except DamagedFile as error:

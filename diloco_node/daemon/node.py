@@ -190,8 +190,7 @@ class Node:
         self.status = NodeStatus(self)
 
     async def start(self) -> None:
-        """Bind the port between regions and start the core's clockwork. Raises BindError, IdentityError,
-        StorageError."""
+        """Bind the port and start the core's clockwork. Raises BindError, IdentityError, StorageError."""
         await self.transport.start()
         self.pump.start()
         self._post_limits()
@@ -199,10 +198,8 @@ class Node:
         self.runtime.spawn(self._keep_counters(), "counters")
 
     async def drain(self, stop_s: float) -> None:
-        """Tell the others that this region stops, and hand leadership over: they get a moment to elect one of them.
-
-        stop_s: in which this process must end; DRAIN_SHARE of it is for the others.
-        """
+        """Tell the others that this region stops, and hand leadership over: they get DRAIN_SHARE of `stop_s` to
+        elect."""
         for effect in self.core.hand_over(now_ns=self.runtime.now_ns()):
             self.effects.perform(effect)
         if self.core.liveness.alive(now_ns=self.runtime.now_ns()):
@@ -410,8 +407,7 @@ class Node:
         self._order(EntryOrdered(DiskNamedBody(peer, b"" if is_lifted else EXPELLED), is_cut_off=not is_lifted))
 
     def change_members(self, document: Mapping[str, Any]) -> None:
-        """Have the ledger change a region's membership; this one hands over first if it leads. Raises ConfigError: why
-        not."""
+        """Have the ledger change a membership; a region hands over before it leaves. Raises ConfigError: why not."""
         addresses = {self._spec.region: self._spec.address, **self.transport.addresses}
         order = member_order(document, self.core.ledger.disks.roster, addresses)
         try:

@@ -143,8 +143,7 @@ class Parameters:
             return self.versions[fragment]
 
     async def checkpoint(self, fragment: int) -> tuple[int, bytes]:
-        """Write the fragment's state to disk (fsync); returns the version written, and its digest. Raises
-        StorageError."""
+        """Write the fragment's state to disk; the version written, and its digest. Raises StorageError."""
         async with self._locks[fragment]:
             version = self.versions[fragment]
             digest = await in_thread(self._pool, fragment_digest, self.theta[fragment], self.momentum[fragment])

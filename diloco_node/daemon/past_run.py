@@ -22,9 +22,7 @@ _RANGES_SHOWN: Final = 4
 class PastRun:
     """The versions that a region's folder can give back; a daemon may run on it.
 
-    Attributes:
-        files: as they were read. past: the versions that its ledger still has, in order, available or not.
-        reachable: those that can be computed from its files.
+    past: the versions that its ledger still has, in order, available or not. reachable: those that can be computed.
 
     Raises StorageError, ConfigError: the folder can't be read; says why.
     """

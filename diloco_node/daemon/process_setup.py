@@ -1,9 +1,8 @@
 """Set-up of a daemon process, once and before anything else: garbage collector, memory of the C library, open files.
 
-Memory that a round frees stays in the process for the next round. A round takes and frees tens of megabytes: stripes,
-frames of 1 MiB, gRPC's slices. By default glibc gives blocks of that size back to the kernel, which clears every page
-again when the next round asks. In a transfer over TLS that was a seventh of the CPU time; page faults fell to a
-seventh.
+A round takes and frees tens of megabytes. By default glibc gives such blocks back to the kernel, which clears every
+page
+again when the next round asks: a seventh of the CPU time of a transfer over TLS. So the memory stays in the process.
 """
 
 from __future__ import annotations
@@ -40,11 +39,8 @@ DESCRIPTORS_LOW: Final = 512
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import inside of this what the process stays with: the garbage collector never looks at it.
-
-    It would walk over it again and again: a seventh of the CPU time that the daemon's imports take. And each full walk
-    afterwards would hold the event loop for 70 ms.
-    """
+    """Import inside of this what the process stays with: the garbage collector never looks at it. That would take a
+    seventh of the imports' CPU time, and each full walk afterwards 70 ms of the event loop."""
     gc.disable()
     try:
         yield

@@ -120,11 +120,10 @@ class BudgetWatch:
         }
 
     def look(self, view: RegionView, budget: Mapping[str, Any], *, late_ns: int = 0) -> Note | None:
-        """Compare what is needed with what there is. In a thread: the search for what would fit takes a while.
+        """Compare what is needed with what there is; the line to log, when that begins, ends, or has another budget.
 
-        budget: as `Pacer.status` has it. late_ns: how late this process's timers are.
-
-        Returns: the line to log, when it begins, when the budget that it is about changes, and when it ends.
+        In a thread: the search for what would fit takes a while. budget: of `Pacer.status`. late_ns: how late timers
+        are.
         """
         if view.learner is None or view.is_ending or view.finished:
             return None  # nothing is due; what was said last stays in the status, and in the report

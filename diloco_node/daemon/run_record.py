@@ -29,12 +29,9 @@ REPORT_NAME: Final = "report.json"
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The run that a ledger is of.
+    """The run that a ledger is of. roster: its members by the entries here.
 
-    Attributes:
-        genesis: how it began. roster: its members by the entries here.
-        end: None: it did not end, as far as this region knows, or it was extended.
-        settings: that the ledger holds at the last entry here.
+    end: None: it did not end, as far as this region knows, or it was extended. settings: those at the last entry here.
     """
 
     genesis: GenesisBody
@@ -70,10 +67,8 @@ class RunRecord:
             )
 
     def check_model(self, state_dir: Path, digest: str, *, is_listed: bool) -> None:
-        """Refuse a model that is not the run's. Raises ConfigError.
-
-        digest: its manifest's. is_listed: the learner lists it, for manifest.json is gone; else manifest.json has it.
-        """
+        """Refuse a model that is not the run's. is_listed: the learner lists it, for manifest.json is gone. Raises
+        ConfigError."""
         if digest == self.genesis.manifest_digest:
             return
         path = state_dir / MANIFEST_NAME

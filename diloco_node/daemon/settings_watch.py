@@ -37,8 +37,7 @@ def settings_order(document: Mapping[str, Any], settings: RunSettings) -> tuple[
 class SettingsWatch:
     """Tells each change of the run's settings here, and where run.toml differs from them.
 
-    Attributes:
-        shown: rows of all settings, as `NodeSpec.settings_shown`; joiner_settings: as there. Both with those in force.
+    shown, joiner_settings: as in `NodeSpec`, with the settings in force.
     """
 
     def __init__(self, spec: NodeSpec, note: Callable[[Note], None]) -> None:

@@ -42,12 +42,9 @@ class DigestCheck:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """The outcome of a replay.
+    """The outcome of a replay. plan: per fragment where it began, and why not earlier.
 
-    Attributes:
-        plan: per fragment where it began, and why not earlier.
-        checks: in the order of fragments and versions.
-        final: whether `final.safetensors` holds the computed parameters; None: the run is not over, or it is not there.
+    final: whether `final.safetensors` holds the computed parameters; None: the run is not over, or it is not there.
     """
 
     plan: tuple[FragmentReplay, ...]
@@ -151,9 +148,7 @@ async def _check(parameters: Parameters, fragment: FragmentReplay) -> list[Diges
 def read_past(
     folders: Sequence[Path], *, version: int | None = None, step: int | None = None
 ) -> tuple[RunFiles, PastVersion, Parameters]:
-    """Compute an earlier version; the folder that it comes from, the version, its parameters and momentum.
-
-    folders, version, step: as for `past_run.find_past`.
+    """Compute an earlier version, as for `find_past`; the folder that it comes from, the version, its parameters.
 
     Raises ConfigError: it can't be had. StorageError: a file is damaged, or gives other bytes than the ledger names.
     """

@@ -1,8 +1,7 @@
 """A daemon that stops does stop.
 
-Everything that must last is on the disk before a daemon stops; what follows only closes things. If that does not end,
-a run that is finished would keep its region for ever. So it has a deadline: then the log says what is still under way,
-and the process ends with the exit code that it was to have.
+All that must last is on the disk before it stops; the rest only closes things. If that does not end, the log says what
+is still under way, and the process ends with the exit code that it was to have.
 """
 
 from __future__ import annotations

@@ -40,9 +40,7 @@ def in_thread(executor: Executor, call: Callable[[*Ts], T], *args: *Ts) -> async
 
 def beside_loop(executor: Executor, size_bytes: int, call: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
     """The outcome of a call that looks at so many bytes: at once if they are few, else from a thread of the executor.
-
-    Only threads are spared. Where an executor has others than the system's, as in the simulator, all calls are its.
-    """
+    Calls for other executors than threads, as in the simulator, are all theirs."""
     if size_bytes > AT_ONCE_BYTES_MAX or not isinstance(executor, ThreadPoolExecutor):
         return in_thread(executor, call, *args)
     outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
