@@ -12,7 +12,7 @@ import resource
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 from urllib.parse import unquote
 
 # gRPC prints handshake failures of every port scan to stderr, past our log. Set before its C library starts.
@@ -97,28 +97,10 @@ class DuplicateInstance(LinkLost):
     """Two live processes have one certificate: the one that was started first gets this error."""
 
 
-class Stream(Protocol):
-    """Frames in both directions. It has a reader task, a writer task, and `close` from anywhere.
-
-    certificate: by which the peer is linked; None where nobody asks.
-    """
-
-    certificate: Certificate | None
-
-    async def read(self) -> bytes:
-        """The next frame. Raises LinkLost at the end of the stream."""
-
-    async def write(self, frame: bytes) -> None:
-        """Hand a frame to gRPC; waits while its windows are full. Raises LinkLost."""
-
-    def close(self, error: PeerError | None = None) -> None:
-        """End both directions now; what was not sent yet is lost. An accepted stream sends the peer the error."""
-
-
 class DialedStream:
-    """The dialing side of a stream; owns its channel. endpoint: of the peer that has answered; None where nobody asks.
+    """The dialing side of a stream; owns its channel. It has a reader task, a writer task, and `close` from anywhere.
 
-    challenge: ours, that the peer must answer (`credentials`).
+    endpoint: of the peer that has answered; None where nobody asks. challenge: ours, that it answers (`credentials`).
     """
 
     def __init__(
@@ -132,7 +114,7 @@ class DialedStream:
         challenge: str = "",
     ) -> None:
         self.endpoint = endpoint
-        # The peer's, once it was proved; see `Stream`.
+        # The peer's, once it was proved; None where nobody asks.
         self.certificate: Certificate | None = None
         self.challenge = challenge
         self._channel = channel
@@ -141,7 +123,7 @@ class DialedStream:
         self._address = address
 
     async def read(self) -> bytes:
-        """See `Stream.read`."""
+        """The next frame. Raises LinkLost at the end of the stream."""
         try:
             frame = await self._call.read()
         except (aio.AioRpcError, aio.BaseError, asyncio.InvalidStateError) as error:
@@ -151,7 +133,7 @@ class DialedStream:
         return frame
 
     async def write(self, frame: bytes) -> None:
-        """See `Stream.write`."""
+        """Hand a frame to gRPC; waits while its windows are full. Raises LinkLost."""
         try:
             await self._call.write(frame)
         except (aio.AioRpcError, aio.BaseError, asyncio.InvalidStateError) as error:
@@ -178,7 +160,7 @@ class DialedStream:
         return LinkLost(f"{self._peer} at {self._address}: {explain(details or str(code))}")
 
     def close(self, error: PeerError | None = None) -> None:
-        """See `Stream.close`."""
+        """End both directions now; what was not sent yet is lost."""
         del error  # a call can only be cancelled, not refused
         self._call.cancel()
 
@@ -192,7 +174,7 @@ class AcceptedStream:
     """The accepting side of a stream. Its RPC ends when the handler that waits on `until_closed` returns."""
 
     def __init__(self, context: Any, *, peer: str) -> None:
-        # The peer's, once it was found good; see `Stream`.
+        # The peer's, once it was found good.
         self.certificate: Certificate | None = None
         self._context = context
         self._peer = peer
@@ -200,7 +182,7 @@ class AcceptedStream:
         self._error: PeerError | None = None
 
     async def read(self) -> bytes:
-        """See `Stream.read`."""
+        """See `DialedStream.read`."""
         try:
             frame = await self._context.read()
         except (aio.BaseError, asyncio.InvalidStateError) as error:
@@ -210,7 +192,7 @@ class AcceptedStream:
         return frame
 
     async def write(self, frame: bytes) -> None:
-        """See `Stream.write`."""
+        """See `DialedStream.write`."""
         try:
             await self._context.write(frame)
         except (aio.BaseError, asyncio.InvalidStateError) as error:
@@ -228,7 +210,7 @@ class AcceptedStream:
             raise LinkLost(f"{self._peer}: the stream broke off ({error})") from None
 
     def close(self, error: PeerError | None = None) -> None:
-        """See `Stream.close`."""
+        """See `DialedStream.close`; the peer gets the error."""
         if not self._closed.is_set():
             self._error = error
         self._closed.set()
@@ -237,6 +219,9 @@ class AcceptedStream:
         """Return when somebody called `close`: the error that it was called with."""
         await self._closed.wait()
         return self._error
+
+
+Stream: TypeAlias = DialedStream | AcceptedStream
 
 
 @dataclass(frozen=True, slots=True)
