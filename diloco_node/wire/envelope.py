@@ -31,7 +31,7 @@ from diloco_node.core.settings_body import LEDGER_KEYS
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
 from diloco_node.escaping import escaped
 from diloco_node.wire.field_bounds import BOUNDS
-from diloco_node.wire.message_schema import Limits, Schema
+from diloco_node.wire.message_schema import Schema
 from diloco_node.wire.message_tables import CONTROL, HEADERS, PROTOCOL_VERSION, ControlMessage, TransferHeader
 from diloco_node.wire.tensor_listing import tensor_difference
 
@@ -171,9 +171,7 @@ class TransferAbort:
 
 BulkFrame = TransferBegin | TransferChunk | TransferEnd | TransferAbort
 
-_HELLO: Final[Schema[Hello]] = Schema(
-    {1: Hello}, bounds=BOUNDS, limits=Limits(message_bytes_max=4096 + LISTING_BYTES_MAX)
-)
+_HELLO: Final[Schema[Hello]] = Schema({1: Hello}, bounds=BOUNDS, bytes_max=4096 + LISTING_BYTES_MAX)
 
 
 _OTHER_ROLE: Final = {

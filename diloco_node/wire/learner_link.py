@@ -31,7 +31,7 @@ from diloco_node.core.merge.fragments import Manifest, TensorSpec
 from diloco_node.core.types import CarryMode, Codec, Contribution, FragmentPosition, MergeRule
 from diloco_node.errors import ProtocolViolation
 from diloco_node.wire.field_bounds import BOUNDS
-from diloco_node.wire.message_schema import Limits, Schema
+from diloco_node.wire.message_schema import Schema
 
 LINK_PROTOCOL: Final = 5
 
@@ -352,11 +352,13 @@ class SettingsChanged:
 
 ToLearner = Welcome | Refuse | SnapshotRequested | VersionOffered | Stop | RunAdvanced | ShardsGiven | SettingsChanged
 
-_LIMITS: Final = Limits(message_bytes_max=FRAME_BYTES_MAX)
-
 # The tag of a message is its place in the union, from 1.
-TO_DAEMON: Final[Schema[ToDaemon]] = Schema(dict(enumerate(get_args(ToDaemon), 1)), bounds=BOUNDS, limits=_LIMITS)
-TO_LEARNER: Final[Schema[ToLearner]] = Schema(dict(enumerate(get_args(ToLearner), 1)), bounds=BOUNDS, limits=_LIMITS)
+TO_DAEMON: Final[Schema[ToDaemon]] = Schema(
+    dict(enumerate(get_args(ToDaemon), 1)), bounds=BOUNDS, bytes_max=FRAME_BYTES_MAX
+)
+TO_LEARNER: Final[Schema[ToLearner]] = Schema(
+    dict(enumerate(get_args(ToLearner), 1)), bounds=BOUNDS, bytes_max=FRAME_BYTES_MAX
+)
 
 # ---- memory and frames -----------------------------------------------------------------------------------------------
 
