@@ -100,11 +100,12 @@ class _WaitingPiece:
 
 
 @dataclass(slots=True)
-class _PeerBudget:
-    """A peer's bucket, and the counters of its traffic.
+class PeerBudget:
+    """A peer's bucket, and the counters of its traffic. lanes: wire bytes.
 
     unlearnt_bulk_bytes, unlearnt_control_bytes: handed to the link since the kernel's counters were last read.
     charged_bytes: taken from the buckets, of what the kernel counts as data.
+    correction_bytes: acknowledgements, retransmissions, and what the overhead did not foresee.
     """
 
     bucket: TokenBucket
@@ -120,24 +121,6 @@ class _PeerBudget:
     correction_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PeerUse:
-    """The traffic to one peer, for people.
-
-    Attributes:
-        rate_bytes_per_s: what it may get now, None without a limit. limited_by: whose limit that is, "": the region's.
-        overhead_ppm: as learnt.
-        correction_bytes: acknowledgements, retransmissions, and what the overhead did not foresee.
-        lanes: wire bytes by lane.
-    """
-
-    rate_bytes_per_s: int | None
-    limited_by: str
-    overhead_ppm: int
-    correction_bytes: int
-    lanes: dict[BudgetLane, LaneUse]
-
-
 class EgressBudget:
     """Region, then peer, then lane; without a limit at first. The module says who calls what.
 
@@ -147,14 +130,14 @@ class EgressBudget:
 
     def __init__(self, peers: Iterable[str], *, now_ns: int) -> None:
         self.region = TokenBucket(None, now_ns=now_ns)
-        self._peers: dict[str, _PeerBudget] = {}
+        self._peers: dict[str, PeerBudget] = {}
         self._requests = 0
         for peer in sorted(peers):
             self.add_peer(peer, now_ns=now_ns)
 
     def add_peer(self, peer: str, *, now_ns: int) -> None:
         """Send to one more peer, which has no limit of its own yet."""
-        self._peers[peer] = _PeerBudget(TokenBucket(None, now_ns=now_ns))
+        self._peers[peer] = PeerBudget(TokenBucket(None, now_ns=now_ns))
 
     def set_limit(self, peer: str, source: LimitSource, rate_bytes_per_s: int | None, *, now_ns: int) -> None:
         """Change one of the limits of a peer; None takes it away."""
@@ -191,7 +174,7 @@ class EgressBudget:
         rivals = (entry,) if self.region.rate_bytes_per_s is None else self._peers.values()
         return not any(rival.waiting for rival in rivals) and self._spend(entry, lane, handed_bytes, now_ns)
 
-    def _spend(self, entry: _PeerBudget, lane: BudgetLane, handed_bytes: int, now_ns: int) -> bool:
+    def _spend(self, entry: PeerBudget, lane: BudgetLane, handed_bytes: int, now_ns: int) -> bool:
         wire_bytes = entry.overhead.wire_bytes(handed_bytes)
         if any(bucket.ready_at_ns(wire_bytes, now_ns=now_ns) > now_ns for bucket in (entry.bucket, self.region)):
             return False
@@ -295,14 +278,16 @@ class EgressBudget:
         entry.correction_bytes += unforeseen
         self._charge(entry, unforeseen, now_ns)
 
-    def _charge(self, entry: _PeerBudget, wire_bytes: int, now_ns: int) -> None:
+    def _charge(self, entry: PeerBudget, wire_bytes: int, now_ns: int) -> None:
         entry.bucket.charge(wire_bytes, now_ns=now_ns)
         self.region.charge(wire_bytes, now_ns=now_ns)
 
-    def use(self, peer: str) -> PeerUse:
-        """The limit, demand and use of a peer; the counters are the live ones."""
-        entry = self._peers[peer]
+    def use(self, peer: str) -> PeerBudget:
+        """The demand and the use of a peer, to be read only."""
+        return self._peers[peer]
+
+    def limited_by(self, peer: str) -> str:
+        """Say whose limit bounds what this peer may get; "": the region's, or nobody's."""
         rate = self.rate_bytes_per_s(peer)
-        sources = [source for source, limit in sorted(entry.limits.items()) if limit == rate]
-        limited_by = sources[0].name.lower() if sources else ""
-        return PeerUse(rate, limited_by, entry.overhead.ppm, entry.correction_bytes, entry.lanes)
+        sources = [source for source, limit in sorted(self._peers[peer].limits.items()) if limit == rate]
+        return sources[0].name.lower() if sources else ""

@@ -441,10 +441,10 @@ class Pacer:
     def _peer_status(self, peer: str) -> dict[str, Any]:
         use = self._egress.use(peer)
         return {
-            "egress_bytes_per_s": use.rate_bytes_per_s,
-            "limited_by": use.limited_by,
+            "egress_bytes_per_s": self._egress.rate_bytes_per_s(peer),
+            "limited_by": self._egress.limited_by(peer),
             "granted_bytes_per_s": self._grants.last_grant(peer) or None,
-            "overhead": use.overhead_ppm / PPM,
+            "overhead": use.overhead.ppm / PPM,
             "correction_bytes": use.correction_bytes,
             "waiting_bytes": self._peers[peer].waiting_bytes,
             "lanes": {

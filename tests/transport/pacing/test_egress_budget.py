@@ -82,7 +82,7 @@ def test_with_large_headers_a_sender_stays_below_the_ceiling_by_the_kernels_coun
             budget.learn_overhead("b", data_bytes=data, other_bytes=other, now_ns=now_ns)
     assert most_in_any_window(sent, 10 * NS_PER_S) <= rate * 10 * 102 // 100
     assert sum(size for _, size in sent) >= rate * 40 * 95 // 100
-    assert 1_140_000 < budget.use("b").overhead_ppm < 1_160_000
+    assert 1_140_000 < budget.use("b").overhead.ppm < 1_160_000
 
 
 # ---- region, peer, lane ----------------------------------------------------------------------------------------------
@@ -121,8 +121,8 @@ def test_what_a_limited_peer_leaves_goes_to_the_others() -> None:
     handed = run(budget, {"b": ROUNDS, "c": ROUNDS, "d": ROUNDS}, 10 * NS_PER_S)
     assert 0.95 * 3_000_010 < handed["b"] * 1.06 <= 3_000_010 + 20_000 * 1.06
     assert sum(handed.values()) * 1.06 > 0.97 * 30_000_000
-    assert budget.use("b").limited_by == "grant"
-    assert budget.use("c").limited_by == ""
+    assert budget.limited_by("b") == "grant"
+    assert budget.limited_by("c") == ""
     budget.set_limit("b", LimitSource.GRANT, None, now_ns=10 * NS_PER_S)
     assert budget.rate_bytes_per_s("b") == 700_000
 
