@@ -110,7 +110,7 @@ def look_alone(folder: Path, region: str, ask: Callable[[str], WitnessBucket] = 
             is a member; it can go on beside the witness. StorageError: the folder can't be read, or is damaged.
             StoreRefused: the witness can't be read.
     """
-    return _read(folder, region, RegionStore(folder, is_read_only=True), ask).facts
+    return _read(folder, region, RegionStore(folder, is_read_only=True), ask)[1]
 
 
 def go_on_alone(
@@ -131,24 +131,17 @@ def go_on_alone(
     """
     look_alone(folder, region, ask)  # a store that is opened for writing sets a damaged ledger aside
     with closing(RegionStore(folder)) as store:
-        ledger = _read(folder, region, store, ask)
-        entries = removals(ledger.recovery, region, lambda roster: sign(roster.statement(run_id)))
-        if ledger.bucket is not None:
-            ledger.bucket.close(run_id)
-        store.persist(ledger.recovery.term + TERMS_AHEAD, region, 0, entries)
-    return ledger.facts
+        recovery, facts, bucket = _read(folder, region, store, ask)
+        entries = removals(recovery, region, lambda roster: sign(roster.statement(run_id)))
+        if bucket is not None:
+            bucket.close(run_id)
+        store.persist(recovery.term + TERMS_AHEAD, region, 0, entries)
+    return facts
 
 
-@dataclass(frozen=True, slots=True)
-class _Ledger:
-    """The content of a folder."""
-
-    recovery: Recovered
-    facts: LoneRegion
-    bucket: WitnessBucket | None
-
-
-def _read(folder: Path, region: str, store: RegionStore, ask: Callable[[str], WitnessBucket]) -> _Ledger:
+def _read(
+    folder: Path, region: str, store: RegionStore, ask: Callable[[str], WitnessBucket]
+) -> tuple[Recovered, LoneRegion, WitnessBucket | None]:
     """Read a folder, and check that its region can go on alone. Raises as `look_alone`."""
     manifest = load_manifest(folder)
     if manifest is None:
@@ -179,8 +172,7 @@ def _read(folder: Path, region: str, store: RegionStore, ask: Callable[[str], Wi
     leavers = tuple(name for name in roster.disks if name != region)
     index = recovery.entries[-1].index if recovery.entries else base.index
     addresses = dict.fromkeys(roster.disks, "") | {name: roster.memberships[name].address for name in roster.names}
-    facts = LoneRegion(region, roster.voters, leavers, addresses, index, tuple(versions), loss)
-    return _Ledger(recovery, facts, bucket)
+    return recovery, LoneRegion(region, roster.voters, leavers, addresses, index, tuple(versions), loss), bucket
 
 
 def _loss(region: str, roster: Roster, recovery: Recovered, bucket: WitnessBucket) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from safetensors import SafetensorError, safe_open
 
@@ -17,12 +16,9 @@ from diloco_node.core.types import Entry, RoundBody
 from diloco_node.daemon.effects.open_stripes import cut_payload
 from diloco_node.daemon.parameters import OUTER_THREADS, Parameters
 from diloco_node.daemon.past_run import find_past
-from diloco_node.daemon.run_files import ARCHIVE_HINT, RunFiles
+from diloco_node.daemon.run_files import ARCHIVE_HINT, TRIES, RunFiles
 from diloco_node.errors import StorageError
 from diloco_node.state_names import FINAL_NAME
-
-TRIES: Final = 3
-"""A daemon may remove a file after it was listed; newer ones are there then."""
 
 
 @dataclass(frozen=True, slots=True)
