@@ -46,7 +46,7 @@ from diloco_node.transport.streams import (
     dial,
     raise_if_cancelled,
 )
-from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX, Hello, Lane, check_joined, encode_hello, encode_joined
+from diloco_node.wire.envelope import JOINED_FRAME, TRANSFER_CONNECTIONS_MAX, Hello, Lane, check_joined, encode_hello
 
 REMAKE_PAUSE_MAX_S: Final = 60.0
 """Where a peer does not trust our newest certificate yet, or was busy."""
@@ -195,7 +195,8 @@ class PeerLink:
                         continue
             may_wait = True
             started_s = asyncio.get_running_loop().time()
-            why = await self._dial_once()
+            session = await self._dial_session(None)
+            why = await self.run_session(session) if isinstance(session, Session) else session
             raise_if_cancelled()
             if asyncio.get_running_loop().time() - started_s > times.backoff_max_s:
                 backoff.reset()
@@ -207,13 +208,8 @@ class PeerLink:
                 await asyncio.sleep(min(rest_s, 1.0))
                 rest_s -= 1.0
 
-    async def _dial_once(self) -> PeerError | None:
-        """Dial once, and live through the session. Returns why it failed or ended; None when it was superfluous."""
-        session = await self._dial_session(None)
-        return await self.run_session(session) if isinstance(session, Session) else session
-
     async def _dial_session(self, old: Session | None) -> Session | PeerError | None:
-        """Dial once. `old`: the session to replace, if there is one. Returns as `_dial_once`."""
+        """Dial once. `old`: the session to replace. Returns why it failed; None: it was superfluous."""
         if old is None:
             self._set_state(LinkState.DIALING)
         self.dials += 1
@@ -283,7 +279,7 @@ class PeerLink:
                 peer_hello = await hear(stream, ours, self.peer, self.env.credentials)
                 if peer_hello.instance_id != instance:
                     raise LinkLost(f"{self.peer} at {address}: another process answers than the one we are linked with")
-                await stream.write(encode_joined())
+                await stream.write(JOINED_FRAME)
         except BaseException as error:
             await stream.aclose()
             if isinstance(error, TimeoutError):

@@ -65,6 +65,7 @@ _ABORT: Final = struct.Struct("<BQB")
 _COUNT_BYTES: Final = 4
 
 PING_FRAME: Final = bytes([KIND_PING])
+JOINED_FRAME: Final = bytes([KIND_JOINED])
 
 SETTINGS_NAMED_MAX: Final = 4
 """Settings that differ which one line names; the rest is counted."""
@@ -315,14 +316,9 @@ def encode_abort(transfer: int, reason: str, chunks: Sequence[int] = ()) -> byte
     return head + reason.encode("utf-8", "replace")[:REASON_BYTES_MAX]
 
 
-def encode_joined() -> bytes:
-    """A JOINED frame."""
-    return bytes([KIND_JOINED])
-
-
 def check_joined(frame: bytes) -> None:
     """Check that a frame is JOINED. Raises ProtocolViolation."""
-    if frame != encode_joined():
+    if frame != JOINED_FRAME:
         raise ProtocolViolation("a further bulk connection must begin with joined")
 
 

@@ -179,7 +179,7 @@ async def test_a_greeting_that_breaks_off_costs_the_session_nothing(mesh: Mesh) 
         await more.aclose()
         await eventually(lambda: b.links["a"].session and not b.links["a"].session.is_joining)
     more = await joining(mesh, b, 1)
-    await more.write(e.encode_joined())
+    await more.write(e.JOINED_FRAME)
     await eventually(lambda: b.peer_status()["a"].connections == 2)
     assert at_b.changes == [("a", True)]
     assert b.rejections == {}
