@@ -1,6 +1,6 @@
 """The streams of a link while they live: control and the first bulk connection, each with a reader and a writer.
 
-The side that dialed opens more bulk connections when the link is worth them (`transport.connections`), while the
+The side that dialed opens more bulk connections when the link is worth them (`pacing.link_stats`), while the
 session goes on; one that can't be had is tried again later. Whatever ends first ends all of it, a further connection
 too: what it held can't be told from what has arrived. The handler then has its unfinished buffer back, and every
 transfer has failed.

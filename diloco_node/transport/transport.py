@@ -90,7 +90,7 @@ class GrpcTransport:
         handler: gets what arrives. executor: threads for compression and decoding.
         is_advertised: the others know our address. If not, we dial at once instead of giving them the first turn.
         times: deadlines. seed: of the jitter between dials. budget: see `Pacer.set_plan`.
-        connections: for bulk to each peer that we dial; None: as many as a link is worth (`transport.connections`).
+        connections: for bulk to each peer that we dial; None: as many as a link is worth (`pacing.link_stats`).
         superseded: called once, when most of the peers are linked with a newer process that has our certificate.
         role: of this process; the others must have the same.
         messages_per_s: what one peer may send of one kind of message (`intake.messages_per_s`).

@@ -11,9 +11,9 @@ from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.messages import MergedStripe, Payload, State
 from diloco_node.core.types import Ballot, RateLimits
 from diloco_node.errors import ConfigError, LinkLost, PeerError
-from diloco_node.transport.connections import BULK_CONNECTIONS_MAX
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.transport.pacing import link_stats
+from diloco_node.transport.pacing.link_stats import BULK_CONNECTIONS_MAX
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
 from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX

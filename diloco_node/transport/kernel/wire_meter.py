@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from diloco_node.transport.connections import LONG_RTT_NS
-from diloco_node.transport.kernel.congestion import use_bbr
+from diloco_node.transport.kernel.congestion import LONG_RTT_NS, use_bbr
 from diloco_node.transport.kernel.tcp_info import (
     LINK_HEADER_BYTES,
     Address,
