@@ -190,9 +190,7 @@ def _payload_faults(files: RunFiles) -> Iterator[str]:
 
 
 def copy_faults(copies: CheckpointCopies, version: int | None) -> tuple[int, list[str]]:
-    """Read copies, all of them or that of a version, and compare all bytes with the digests that the run gave them.
-
-    Returns: how many objects were read, and a line for each that differs or is gone.
+    """Read copies, all or one version's, and compare them with the run's digests; how many objects, and a line a fault.
 
     Raises ConfigError: there is no such copy. StorageError: the store refuses.
     """

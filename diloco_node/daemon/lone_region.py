@@ -122,12 +122,9 @@ def go_on_alone(
 ) -> LoneRegion:
     """Remove all members but this region in its own ledger. It goes on when its daemon is started.
 
-    Args:
-        folder: its state folder. sign: a statement, with the key of the run's authority. ask: as `look_alone`.
+    folder: its state folder. sign: a statement, with the key of the run's authority. ask: as `look_alone`.
 
-    Raises:
-        ConfigError: as `look_alone`. StorageError: that, or a daemon runs on the folder, or it can't be written.
-        StoreRefused: as `look_alone`, or the witness was written meanwhile.
+    Raises as `look_alone`; StorageError: a daemon runs on the folder, too; StoreRefused: the witness was just written.
     """
     look_alone(folder, region, ask)  # a store that is opened for writing sets a damaged ledger aside
     with closing(RegionStore(folder)) as store:
@@ -176,11 +173,8 @@ def _read(
 
 
 def _loss(region: str, roster: Roster, recovery: Recovered, bucket: WitnessBucket) -> str:
-    """Say what the witness holds and this region can't get; empty: nothing that counts.
-
-    Raises:
-        ConfigError: the region can get all of it: with the witness it is a majority.
-    """
+    """Say what the witness holds and this region can't get; empty: nothing that counts. Raises ConfigError: it can get
+    all of it."""
     records = (record for record in (bucket.record, bucket.before) if record is not None)
     record = next((record for record in records if record.disk == roster.disks[roster.witness]), None)
     if record is None:

@@ -31,10 +31,8 @@ def as_document(manifest: Manifest) -> dict[str, Any]:
 
 
 def manifest_of(document: Mapping[str, Any]) -> Manifest:
-    """The manifest of `as_document`, laid out again.
-
-    Raises DilocoError, ValueError, KeyError, TypeError, OverflowError: it is none, or lays out to another digest.
-    """
+    """The manifest of `as_document`, laid out again. Raises DilocoError and what Python raises for a document that is
+    none."""
     tensors = [TensorSpec(name, tuple(shape), MergeRule(merge)) for name, shape, merge in document["tensors"]]
     manifest = build_manifest(tensors, document["fragments"])
     if manifest.digest != document["digest"]:

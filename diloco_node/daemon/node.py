@@ -65,12 +65,11 @@ class Node:
     """A region, assembled. All methods run on the event loop.
 
     Attributes:
-        parameters: the model and its momentum. core: decides.
+        parameters: the model and its momentum. core: decides. effects: carry out what it orders.
         learner: the own one, as the core's effects see it. reception: takes its messages.
-        transport: links to the other regions. effects: carry out what the core orders.
+        transport: links to the other regions. witness: of the run, if it has one.
         measure: measures links, for an operator. status: what the region shows, of these and of `facts`.
         settings: of the run, for people. budget_watch: says when the budget is too small. catch_up: of a joiner.
-        witness: of the run, if it has one.
     """
 
     def __init__(self, runtime: NodeRuntime, manifest: Manifest, recovery: Recovered) -> None:
@@ -427,10 +426,8 @@ class Node:
         return self.transport.credentials.identity.signature_fault(statement, signature)
 
     def revoke(self, region: str, pem: bytes) -> str:
-        """Have the ledger revoke a certificate of a region; the beginning of its fingerprint.
-
-        pem: empty: the one that the region has shown last. Raises ConfigError: it is not known, or can't be revoked.
-        """
+        """Have the ledger revoke a region's certificate, by default the one it showed last; the beginning of its
+        fingerprint. Raises ConfigError."""
         credentials = self.transport.credentials
         own = credentials.identity.certificate
         current = own if region == own.region else credentials.shown.get(region)

@@ -50,10 +50,8 @@ def importing() -> Iterator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc; before other threads are started. False where the C library is another one and knows no `mallopt`.
-
-    All threads share an arena: the event loop can use what a thread of the pool frees.
-    """
+    """Tell glibc, before other threads start; False: the C library has no `mallopt`. Threads share an arena, and so
+    what they free."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
@@ -67,10 +65,8 @@ def keep_freed_memory() -> bool:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open files to the hard one, at most DESCRIPTORS_MAX; never lower it. Returns the limit.
-
-    The usual 1024 is for programs that use `select`: a daemon that meets it can write no payload.
-    """
+    """Raise the soft limit of open files to the hard one, at most DESCRIPTORS_MAX. Returns the limit: with the usual
+    1024 a daemon may be unable to write a payload."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = max(soft, min(hard if hard != resource.RLIM_INFINITY else DESCRIPTORS_MAX, DESCRIPTORS_MAX))
     if target != soft:

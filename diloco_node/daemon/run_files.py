@@ -47,10 +47,8 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: Path) -> RunFiles:
-        """Read a folder. Raises ConfigError: its settings can't be read.
-
-        Raises StorageError: something is missing, damaged, or of another run; says what, and what to do.
-        """
+        """Read a folder. Raises ConfigError, StorageError: what is missing, damaged, or of another run, and what to
+        do."""
         spec = NodeSpec.load(folder / NODE_NAME)
         manifest = load_manifest(folder)
         if manifest is None:
@@ -80,10 +78,8 @@ class RunFiles:
 
 
 def region_folders(place: Path) -> list[Path]:
-    """The state folders that a path means: itself, or those of a run's folder, the region that is furthest first.
-
-    Raises ConfigError: there is none. StorageError: a manifest can't be read.
-    """
+    """The state folders that a path means: itself, or those of a run's folder, the furthest region first. Raises
+    ConfigError, StorageError."""
     if (place / MANIFEST_NAME).is_file():
         return [place]
     folders = [

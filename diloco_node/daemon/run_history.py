@@ -1,8 +1,7 @@
 """How a run went, as one region saw it: a bounded row of points, kept in its folder as JSON lines.
 
-A point comes every `period_s`. When POINTS_MAX are there, each two become one and the period doubles. So the file keeps
-the whole run, and a run of two hours has as few points as one of half an hour. The page draws its curves from
-them. The marks of the curves (`daemon.curve_marks`) are lines of their own.
+A point comes every `period_s`. When POINTS_MAX are there, each two become one and the period doubles, so the file keeps
+the whole run. The marks of the curves (`daemon.curve_marks`) are lines of their own.
 """
 
 from __future__ import annotations
@@ -110,11 +109,7 @@ def _number(value: Any) -> float | None:
 
 
 class RunHistory:
-    """The points of one region, and their file. sample_s: between two points of a short run. points_max: at least 2.
-
-    Attributes:
-        period_s: between two points; doubles when they are too many.
-    """
+    """The points of one region, and their file. sample_s: between two points of a short run. points_max: at least 2."""
 
     def __init__(self, folder: Path, *, sample_s: float = SAMPLE_S, points_max: int = POINTS_MAX) -> None:
         self.period_s, self._points = read_history(folder, sample_s=sample_s)
@@ -158,10 +153,8 @@ class RunHistory:
         return {"columns": list(COLUMNS), "period_s": self.period_s, "rows": points, "marks": self._marks}
 
     def save(self) -> None:
-        """Bring the file up to date, not at the same time as `take`.
-
-        A power cut may cost the last points, and a disk that refuses is no reason to stop training.
-        """
+        """Bring the file up to date, not at the same time as `take`; a disk that refuses is no reason to stop
+        training."""
         fresh, self._unwritten = self._unwritten, []
         try:
             if self._is_whole:
@@ -189,10 +182,8 @@ def line_of(mark: Mark) -> str:
 
 
 def read_history(folder: Path, *, sample_s: float = SAMPLE_S) -> tuple[float, list[Point]]:
-    """(period, points) of a region's file; a file that is missing, too large or of another form has none.
-
-    Lines that are no points are left out: the last one may have been cut off, or the first ones be gone.
-    """
+    """(period, points) of a region's file; none if it is missing, too large or of another form. Lines cut off are left
+    out."""
     rows = _rows(folder)
     period_s = next((_number(row.get("period_s")) for row in rows[:1]), None) or 0.0
     points = [[_number(row.get(name)) for name in ALL_COLUMNS] for row in rows if "mark" not in row]

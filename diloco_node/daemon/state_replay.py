@@ -54,10 +54,8 @@ class ReplayReport:
 
 
 class Replay:
-    """Reads a state folder, also below a running daemon; `run` computes.
-
-    Raises StorageError: something is missing or damaged; says what, and what to do. ConfigError: so are its settings.
-    """
+    """Reads a state folder, also below a running daemon; `run` computes. Raises StorageError, ConfigError: what is
+    missing or damaged, and what to do."""
 
     def __init__(self, folder: Path) -> None:
         self._files = files = RunFiles.read(folder)
@@ -170,10 +168,8 @@ def read_past(
 def _without_tail(
     entries: Sequence[Entry], states: Sequence[Sequence[int]], payloads: Collection[tuple[int, int, bytes]]
 ) -> tuple[Entry, ...]:
-    """Drop each fragment's last rounds, from the first one behind its newest state whose payload is not here.
-
-    A daemon may be fetching that payload, or the round is not committed and never will be.
-    """
+    """Drop each fragment's last rounds, from the first behind its newest state whose payload is not here: a daemon may
+    fetch it, or the round is not committed."""
     replayable, holes = [], set()
     for entry in entries:
         body = entry.body

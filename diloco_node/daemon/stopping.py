@@ -42,13 +42,8 @@ def limit_to_kill_s() -> float:
 
 
 class StopDeadline:
-    """Ends the process when what follows `arm` takes longer, up to the end of its threads: Python waits for each.
-
-    A thread does it: the loop may be what is stuck.
-
-    Attributes:
-        code: the process's exit code then.
-    """
+    """Ends the process, with exit code `code`, when all that follows `arm` takes longer; by a thread: the loop may be
+    stuck."""
 
     def __init__(self, region: str) -> None:
         self.code = 1

@@ -1,9 +1,8 @@
 """The run's witness, as this region's core speaks with it: requests to a bucket instead of a link.
 
 Each message of the core becomes one turn (`core.ledger.witness`): read the record, answer, and write it if nobody else
-did meanwhile. Whatever fails has no answer, as a message that was lost; the core asks again. Payloads go to the bucket
-beside the turns, so that heartbeats are answered while a large one is on its way. All of it is within the region's
-budget, under the witness's name: records count as control, payloads wait.
+did meanwhile. What fails has no answer, and the core asks again. Payloads go beside the turns, so heartbeats are
+answered meanwhile. All is within the region's budget: records count as control, payloads wait.
 
 A payload that no record names is removed a day after it was put there (`_orphans`), and an upload counts for as long.
 Both go by the bucket's clock, and a region looks for them right after it wrote the record. So a region that counts on
