@@ -146,10 +146,7 @@ def _lack(name: str, signs: MemberSigns) -> str:
 def member_order(
     document: Mapping[str, Any], roster: Roster, addresses: Mapping[str, str | None] = MappingProxyType({})
 ) -> EntryOrdered:
-    """The order in a request. addresses: where each member is dialed.
-
-    Raises ConfigError: it is none, or was signed for other members, or what it adds is there or has another's address.
-    """
+    """The order in a request. addresses: where each member is dialed. Raises ConfigError: why it can't be."""
     region, kind, signature = (document.get(key) for key in ("region", "kind", "signature"))
     if not isinstance(region, str) or REGION_PATTERN.fullmatch(region) is None or kind not in KINDS:
         raise ConfigError(f"the body must name a region, and its kind: {', '.join(sorted(KINDS))}")
@@ -177,10 +174,8 @@ def _check_bucket(url: Any) -> None:
 
 
 def _check_new(region: str, address: Any, roster: Roster, addresses: Mapping[str, str | None]) -> None:
-    """Refuse a member to be added that is there already, or has another's address. Raises ConfigError.
-
-    address: "host:port"; empty: nobody can dial it, and it dials all others.
-    """
+    """Refuse a member that is there already, or has another's address. Raises ConfigError. address: "host:port"; empty:
+    nobody can dial it."""
     from diloco_node.config.field_types import host_port_of  # brings pydantic, which the daemon else does without
 
     if (kind := roster.kind_of(region)) is not MemberKind.FORMER:

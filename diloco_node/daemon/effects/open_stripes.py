@@ -120,10 +120,8 @@ class StripeTable:
     def keep_merged(
         self, ballot: Ballot, stripe: int, fragment: int, version: int, merged_stripe: MergedPart, *, limit_bytes: int
     ) -> bool:
-        """Keep a merged stripe; False if its sender sent one already: what was said of that one holds.
-
-        limit_bytes: what the sender may have here for the round.
-        """
+        """Keep a merged stripe; False if its sender sent one already: what was said of that holds. limit_bytes: of the
+        sender."""
         table = self._open(fragment, version).merged
         if (ballot, stripe, merged_stripe.sender) in table:
             return False
@@ -286,10 +284,9 @@ def add_trimmed(rows: list[F32], total: F32) -> None:
 def cosines(order: ReduceStripe, bodies: list[U8], blocks: FragmentBlocks) -> tuple[float, ...]:
     """Return the cosine of each contribution with the mean direction of the others; 0 where one of them is zero.
 
-    All others count alike, whatever they weigh: the one that decides too much must not make the others look wrong. The
-    window of the stripe that is looked at moves with the version, so that it costs nothing beside the reduction.
-
-    order, bodies, blocks: as of `reduce_stripe`, which has checked them; two contributions or more.
+    All others count alike, whatever they weigh: one that decides too much must not make the others look wrong. The
+    window
+    that is looked at moves with the version. order, bodies, blocks: as `reduce_stripe` has checked them; two or more.
     """
     first, stop = order.block_start, order.block_stop
     if stop - first > SAMPLE_BLOCKS:
@@ -309,12 +306,8 @@ def cosines(order: ReduceStripe, bodies: list[U8], blocks: FragmentBlocks) -> tu
 def checked_digest(
     blocks: FragmentBlocks, body: U8, block_start: int, block_stop: int
 ) -> tuple[bytes, tuple[float, ...]]:
-    """The digest of a merged stripe, and the squared norm of each piece.
-
-    Every block is looked at: what an encoder can't have written is refused here.
-
-    Raises PayloadCorrupt: a scale or code is out of range. Committed, it would break the outer step on every region.
-    """
+    """The digest of a merged stripe, and the squared norm of each piece. Raises PayloadCorrupt: no encoder wrote it.
+    Committed, it would break the outer step on every region."""
     norms = kernels.squared_norms(blocks, body, block_start, block_stop)
     return stripe_digest(body), tuple(norms.tolist())
 

@@ -18,10 +18,8 @@ from diloco_node.numeric import U8
 
 @dataclass(slots=True, kw_only=True)
 class VersionEffects(EffectContext):
-    """Brings fragments to their next versions, and writes a checkpoint every `checkpoint_versions`.
-
-    version_area: the learner's, where the next version is written if a slot is free.
-    """
+    """Brings fragments to their next versions, in the learner's area if a slot is free; checkpoints each few of
+    them."""
 
     checkpoint_versions: int
     table: StripeTable

@@ -171,10 +171,9 @@ class LearnerProxy:
         *,
         writes_initial: bool = False,
     ) -> None:
-        """A learner was welcomed: nothing that was requested from the one before will be answered.
+        """A learner was welcomed: what was requested from the one before is void.
 
-        attach: with a position and a snapshot per fragment. trained_before: (incarnation, steps, tokens) of those
-        before. writes_initial: it is to write Theta_0 into the version area.
+        trained_before: (incarnation, steps, tokens) of those before. writes_initial: Theta_0, into the version area.
         """
         self._refuse_requested("the learner restarted")
         self.version_area.begin_learner(writes_initial=writes_initial, base_slots=attach.slots)
@@ -209,10 +208,7 @@ class LearnerProxy:
         return attach_fault(attach, last=self._newest, run_id=run_id)
 
     def on_message(self, message: learner_link.ToDaemon) -> None:
-        """Take a message of the learner that was welcomed.
-
-        Reports come as seldom as the core may get them: `learner.attach` leaves out fast steps that change nothing.
-        """
+        """Take a message of the learner that was welcomed. It reports as seldom as the core may get that."""
         match message:
             case learner_link.Report():
                 self._on_report(message)
@@ -303,10 +299,7 @@ class LearnerProxy:
             self._post(ev.SnapshotRefused(message.fragment, message.version, message.reason))
 
     def _on_version_applied(self, message: learner_link.OfferApplied) -> None:
-        """It took a version.
-
-        Steps that it threw away on the way are told to the others, so the counters that say them must be durable first.
-        """
+        """It took a version. Steps that it threw away are told to the others: their counters must be durable first."""
         if self.status is None:
             return
         if not self.version_area.is_offered(message.fragment, message.version):
