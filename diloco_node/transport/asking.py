@@ -65,13 +65,8 @@ def clock_metadata() -> Metadata:
 
 
 def region_at(folder: Path, identity: Identity, address: str, *, timeout_s: float) -> tuple[str, str]:
-    """The region whose certificate is shown at an address, and our own host on the way to it.
-
-    Args:
-        folder: the certificate files that `identity` was read from.
-
-    Raises LinkLost: nobody listens there, or no region. PeerCertificateRefused: a region by another authority.
-    """
+    """The region whose certificate is shown at an address, and our own host on the way. folder: of `identity`. Raises
+    LinkLost: no region listens there. PeerCertificateRefused: one of another authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False  # the name in the certificate is what is asked for
     context.load_verify_locations(cadata=identity.ca_pem.decode())

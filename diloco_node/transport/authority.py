@@ -116,10 +116,9 @@ def add_regions(
 def renew_regions(
     folder: Path, regions: Sequence[str] = (), *, now: dt.datetime | None = None, valid: dt.timedelta = VALID
 ) -> list[str]:
-    """Give regions, all where none is named, another key and certificate under their names. Returns the names, sorted.
+    """Give regions, all where none is named, another key and certificate. Returns the names, sorted.
 
-    Raises ConfigError: a region has no certificate here, or that of another; the key of the authority is not there, or
-    does not fit; the authority is over.
+    Raises ConfigError: a region has no certificate here, the authority's key is missing or does not fit, or it is over.
     """
     now = now or dt.datetime.now(dt.UTC)
     authority = _load_authority(folder, now)
@@ -155,10 +154,8 @@ def renew_authority(folder: Path, *, now: dt.datetime | None = None) -> list[str
 
 
 def drop_old_authority(folder: Path) -> list[str]:
-    """Trust the newest authority only, where the new `ca.pem` is. Returns the regions that get it, sorted.
-
-    Raises ConfigError: there is no older one, or a region's certificate is by it.
-    """
+    """Trust the newest authority only; the regions that get the new `ca.pem`. Raises ConfigError: a certificate is by
+    an older one."""
     authority = _load_authority(folder, None)
     newest, *older = authority.certificates
     if not older:

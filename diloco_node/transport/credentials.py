@@ -72,10 +72,8 @@ class Credentials:
         return ""
 
     def link_fault(self, certificates: Iterable[Certificate], *, is_renewed: bool) -> str:
-        """Say why a link made with these certificates, ours and the peer's, may not go on; empty if it may.
-
-        is_renewed: our identity, and the authorities that it trusts, are others since.
-        """
+        """Say why a link made with these certificates may not go on; empty if it may. is_renewed: ours is another
+        since."""
         for certificate in certificates:
             if why := self.fault(certificate):
                 return why

@@ -42,9 +42,8 @@ Header_contra = TypeVar("Header_contra", contravariant=True)
 
 
 class TransportHandler(Protocol[Message_contra, Header_contra]):
-    """The receiver of the messages and transfers of some kinds. All calls are made on the event loop, and must
-    not block it.
-    """
+    """The receiver of messages and transfers of some kinds. All calls are made on the event loop, and must not block
+    it."""
 
     def control_arrived(self, peer: str, message: Message_contra) -> None:
         """A decoded control message."""
@@ -77,9 +76,7 @@ class _Open:
 
 
 class BulkInbound:
-    """Takes the frames of one peer's bulk connections. Call `feed` for each frame, in order on each connection, and
-    `close` once at the end.
-    """
+    """Takes the frames of one peer's bulk connections, in order on each. `feed` each frame; `close` at the end."""
 
     def __init__(self, peer: str, handler: TransportHandler, executor: Executor) -> None:
         self._peer = peer
@@ -99,10 +96,8 @@ class BulkInbound:
         return bool(self._open) or self.waiting > 0
 
     async def feed(self, frame: bytes, connection: int = 0) -> None:
-        """Take one frame; waits while frames before it are missing, and while `DECODING_MAX` chunks are being decoded.
-
-        Raises ProtocolViolation, PayloadCorrupt: the link must be dropped.
-        """
+        """Take one frame, when those before it are there and a thread is free. Raises ProtocolViolation,
+        PayloadCorrupt."""
         if self._failure is not None:
             raise self._failure
         message = decode_bulk(frame)

@@ -153,10 +153,8 @@ class PeerLink:
         return latest.certificates[0] != self.env.credentials.identity.certificate
 
     async def remake(self) -> PeerError | None:
-        """Replace the session by one that is made with our newest certificate. The old one goes on until the new one is
-        up, and if that fails. Without an address the session is dropped: the peer dials. Returns why it failed, or
-        None.
-        """
+        """Replace the session by one with our newest certificate; the old one goes on until that is up. Without an
+        address it is dropped: the peer dials. Returns why it failed, or None."""
         if self.session is None or self._dialing is not None:
             return None
         if self.address is None:
@@ -172,8 +170,7 @@ class PeerLink:
         return None
 
     def turned_away(self, error: PeerIncompatible) -> None:
-        """The peer called, and does not belong here. It is the reason why there is no link, where the peer is the one
-        that dials."""
+        """The peer called, and does not belong here: why there is no link, where it is the peer that dials."""
         if self.session is None:
             self._error = str(error)
 
@@ -361,9 +358,8 @@ class PeerLink:
                 del self.accepted[key]
 
     async def _accept_more(self, hello: Hello, stream: AcceptedStream) -> PeerError | None:
-        """Take a further bulk connection of the session that is up. Until the peer says that it uses it, it is nothing:
-        a greeting that fails on the way costs the session nothing.
-        """
+        """Take a further bulk connection of the session. Until the peer uses it, a greeting that fails costs
+        nothing."""
         session = self.session
         if not 0 < hello.connection < TRANSFER_CONNECTIONS_MAX:
             raise ProtocolViolation(

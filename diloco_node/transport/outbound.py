@@ -129,10 +129,7 @@ class BulkOutbound:
         return self._bundle.add(stream)
 
     async def transfer(self, header: TransferHeader, body: memoryview) -> None:
-        """Send a body (a contiguous view of bytes); returns when gRPC has its end, and connections have every chunk.
-
-        It is not read any more when this returns, raises or is cancelled. Raises LinkLost: the link is or went down.
-        """
+        """Send a body of bytes, not read any more when this ends; returns when gRPC has its end. Raises LinkLost."""
         self._raise_if_lost()
         lane = BULK_LANES[type(header)]
         item = _Transfer(header, body, asyncio.get_running_loop().create_future())

@@ -120,10 +120,8 @@ async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
 
 
 def reason_of_end(peer: str, tasks: Iterable[asyncio.Task[None]], dropped: LinkLost | None) -> PeerError:
-    """Return the worst of what ended a session: a violation says more than the lost stream that follows it.
-
-    dropped: why it was dropped; None: it was not. Raises Exception: what is no fault of the peer (a bug of ours).
-    """
+    """The worst of what ended a session: a violation says more than the lost stream that follows it. Raises Exception:
+    a bug of ours. dropped: why it was dropped, or None."""
     errors = [task.exception() for task in tasks if task.done() and not task.cancelled()]
     for error in errors:
         if error is not None and not isinstance(error, PeerError):
@@ -224,10 +222,8 @@ class Session:
         return self._has_run and silent_s < ALIVE_PINGS * self._env.times.ping_s
 
     async def run(self) -> PeerError:
-        """Carry frames both ways until one stream fails or `drop` is called. Returns why it ended.
-
-        Raises Exception: what is no fault of the peer (a bug of ours), after the streams were closed.
-        """
+        """Carry frames both ways until one stream fails or `drop` is called. Returns why it ended. Raises Exception: a
+        bug of ours."""
         self._has_run = True
         self._received_s = self._bulk_received_s = asyncio.get_running_loop().time()
         self._env.pacer.link_up(self._peer)

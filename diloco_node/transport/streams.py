@@ -321,9 +321,8 @@ def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
 
 
 def connections_max() -> int:
-    """How many connections may come in: at most half of this process's descriptors. The rest is for its own files,
-    dials and the admin port: a flood of connections must not keep a payload from the disk.
-    """
+    """How many connections may come in: at most half of this process's descriptors. A flood of them must not keep a
+    payload from the disk."""
     return min(ACCEPTED_CONNECTIONS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
@@ -349,12 +348,8 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
 async def dial(
     identity: Identity, peer: str, address: str, lane: Lane, *, timeout_s: float, metadata: Metadata = ()
 ) -> DialedStream:
-    """Connect to a peer, at any address of its name, and open the call of one lane with its `metadata`.
-
-    timeout_s: once the name is resolved, to connect and finish TLS.
-
-    Raises LinkLost: names the peer, the address, the stage that failed, and the time it took.
-    """
+    """Connect to a peer, at any address of its name, and open the call of one lane. timeout_s: without resolving the
+    name. Raises LinkLost: names the peer, the address, the stage that failed, and the time it took."""
     loop = asyncio.get_running_loop()
     started_s = loop.time()
     challenge = new_challenge()
@@ -417,9 +412,8 @@ async def _failure(channel: aio.Channel) -> str:
 
 
 def raise_if_cancelled() -> None:
-    """gRPC swallows the cancellation of a task that waits for a call's start, and tells how the call ended instead. A
-    task that then goes on, as a dialer does, is waited for forever. So whoever dials again calls this first.
-    """
+    """Call this before dialing again: gRPC swallows the cancellation of a task that waits for a call's start, and a
+    task that goes on is waited for forever."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -234,10 +234,7 @@ class GrpcTransport:
         self.pacer.close()
 
     def register(self, handler: TransportHandler[Any, Any], kinds: frozenset[type]) -> None:
-        """Have another handler take the messages and transfers of some kinds, before `start`.
-
-        It hears of each change of a link as well, after the one that the transport was made with.
-        """
+        """Have another handler take some kinds, before `start`. It hears of links as well, after the first one."""
         self._handlers.register(handler, kinds)
 
     def send(self, peer: str, message: ControlMessage) -> bool:
@@ -273,8 +270,7 @@ class GrpcTransport:
     async def give_way(self) -> None:
         """Before each transfer of a measurement: wait while rounds or recovery are on their way to any peer.
 
-        On one link, and within a budget, their lanes go first anyway; without a budget only this keeps a measurement on
-        one link from taking the line from rounds on another. Not for ever: after `GIVE_WAY_S` one transfer may go.
+        Within a budget, and on one link, their lanes go first anyway. After `GIVE_WAY_S` one transfer may go.
         """
         if self._urgent and self.pacer.status()["egress_bytes_per_s"] is None:
             with contextlib.suppress(TimeoutError):
@@ -355,8 +351,7 @@ class GrpcTransport:
         _log.error("listener closed", peer=UNKNOWN_PEER, reason=reason, count=self.rejections[key])
 
     def link_superseded(self, peer: str, error: PeerError | None) -> None:
-        """The word of one peer is not enough: it could be broken, or captured. With one peer only, nobody can confirm
-        it."""
+        """One peer's word is not enough: it could be broken, or captured. With one peer only, nobody can confirm it."""
         if error is None:
             self._superseded_by.discard(peer)
             return
@@ -465,8 +460,7 @@ def _report(task: asyncio.Task[Any]) -> None:
 
 
 def new_instance_id(now_ns: int) -> bytes:
-    """16 bytes that no other process has. A process that was started later has a greater one, as far as clocks
-    agree."""
+    """16 bytes that no other process has; greater than those of a process that started earlier, by its clock."""
     return now_ns.to_bytes(8, "big") + secrets.token_bytes(8)
 
 

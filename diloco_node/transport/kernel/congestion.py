@@ -31,8 +31,7 @@ _NAME_BYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class CongestionControls:
-    """Names of the kernel's: `usual` of the host's sockets, `long_rtt` of a daemon's own to a peer with a long
-    round trip."""
+    """Names of the kernel's: `usual` of the host's sockets, `long_rtt` of a daemon's own at a long round trip."""
 
     usual: str
     long_rtt: str

@@ -91,13 +91,11 @@ class WireMeter:
         """A socket with a long round trip kept the host's congestion control: it is taken to go by loss."""
 
     def assign(self, peer: str, remote: Address, *, is_lasting: bool = True, is_bulk: bool = False) -> None:
-        """Sockets to this remote address belong to the peer.
+        """Sockets to this remote address, IP and port, belong to the peer.
 
-        Args:
-            peer: its name. remote: IP address and port.
-            is_lasting: an address that we dial. Not lasting is the remote end of an incoming call: its port will be
-                used for something else, so it is forgotten some samples after its socket is gone.
-            is_bulk: that call is of the bulk lane; for an address that we dial see `opening`.
+        is_lasting: an address that we dial; else the remote end of an incoming call, which is forgotten soon after its
+        socket is
+        gone. is_bulk: of that call; for an address that we dial see `opening`.
         """
         address = (plain_ip(remote[0]), remote[1])
         self._peers[address] = peer
@@ -108,11 +106,8 @@ class WireMeter:
 
     @contextlib.asynccontextmanager
     async def opening(self, peer: str, *, is_bulk: bool) -> AsyncIterator[None]:
-        """Open a connection to a peer in this block, or several of one lane; others wait for its end.
-
-        gRPC does not show its sockets. But a peer's are opened one after the other, so the one to an address that we
-        dial, and that was not there at the last call, is this one.
-        """
+        """Open a connection to a peer in this block, or several of one lane; others wait for its end. gRPC shows no
+        sockets, but the one to a dialed address that is new since the last call is this one."""
         async with self._dials[peer]:
             yield
             self.assign_lane(peer, is_bulk=is_bulk)
@@ -172,8 +167,7 @@ class WireMeter:
         return PeerTraffic(out, total.bytes_in - total.segments_in * LINK_HEADER_BYTES, is_measured=True)
 
     def tcp(self, peer: str) -> TcpCounters | None:
-        """Return TCP's counters of a peer's living sockets, as of the last sample; None when it has none, or nobody
-        tells."""
+        """Return TCP's counters of a peer's living sockets, as of the last sample; None when there are none."""
         return tcp_of(self._of(peer))
 
     def pace(self, peer: str, rate_bytes_per_s: int | None, *, connections: int = 1) -> None:

@@ -71,8 +71,7 @@ class Overhead:
         return -(-handed_bytes * self.ppm // PPM)
 
     def learn(self, handed_bytes: int, wire_bytes: int) -> None:
-        """Learn from the bytes that were handed over and those that the kernel sent in the same time. A backlog evens
-        out."""
+        """Learn from what was handed over and what the kernel sent in the same time. A backlog evens out."""
         self._handed += handed_bytes
         self._wire += wire_bytes
         while self._handed > OVERHEAD_MEMORY_BYTES:
@@ -168,8 +167,7 @@ class EgressBudget:
         return piece_bytes(self.rate_bytes_per_s(peer))
 
     def try_spend(self, peer: str, lane: BudgetLane, handed_bytes: int, *, now_ns: int) -> bool:
-        """Send a piece if it may go now and no other one waits for what it would take; whether it goes, and counts as
-        sent."""
+        """Send a piece if it may go now and none waits for what it would take; whether it goes, and counts as sent."""
         entry = self._peers[peer]
         rivals = (entry,) if self.region.rate_bytes_per_s is None else self._peers.values()
         return not any(rival.waiting for rival in rivals) and self._spend(entry, lane, handed_bytes, now_ns)
@@ -185,10 +183,8 @@ class EgressBudget:
         return True
 
     def request(self, peer: str, lane: BudgetLane, handed_bytes: int, urgency: tuple[int, ...], *, now_ns: int) -> None:
-        """Have a piece wait for its turn. handed_bytes: as it will be handed to the link.
-
-        lane: not CONTROL, which never waits. urgency: the smallest goes first; peers with the same alternate.
-        """
+        """Have a piece wait for its turn; handed_bytes: as the link gets it. lane: not CONTROL. urgency: the smallest
+        goes first."""
         waiting = self._peers[peer].waiting
         assert lane is not BudgetLane.CONTROL
         assert lane not in waiting, f"a piece for {peer} waits in lane {lane.name} already"

@@ -80,10 +80,8 @@ class LinkWatch:
             self.rate_bytes_per_s = max(sent_bytes, self.rate_bytes_per_s * 7 // 8)
 
     def target_connections(self, *, ceiling_bytes_per_s: int | None) -> int:
-        """How many bulk connections the link is worth, by what is known of it now.
-
-        ceiling_bytes_per_s: the most that may go in either direction; None: no limit in one of them.
-        """
+        """How many bulk connections the link is worth now. ceiling_bytes_per_s: in the wider direction; None: no limit
+        in one of them."""
         tcp = self._meter.tcp(self._peer) if self._meter.goes_by_loss else None
         is_known = tcp is not None and tcp.sent_bytes >= LOSS_BYTES_MIN
         return target_connections(

@@ -256,8 +256,7 @@ class Pacer:
         self.release()
 
     def _follow_lateness(self, *, at_ns: int | None = None) -> None:
-        """Let the buckets catch up on time lost to late timers; coalesced pieces do not burst: the kernel spreads them
-        out."""
+        """Let the buckets catch up on time lost to late timers, and gather pieces that the kernel spreads out."""
         is_spread = all(state.link.is_spread for state in self._peers.values() if state.transfers)
         self._coalesce_ns = COALESCE_NS if is_spread else 0
         self._egress.set_lateness(self._late_ns + self._coalesce_ns, now_ns=self._now_ns() if at_ns is None else at_ns)
@@ -422,11 +421,8 @@ class Pacer:
         self._used_before, self._lost_before = used_bytes, lost_bytes
 
     def status(self) -> dict[str, Any]:
-        """Ceilings, shares, and bytes in demand, allowed and used; plain values for JSON.
-
-        While something waited to be sent, `used_bytes` went out, and `allowed_bytes` the egress ceiling would have let
-        through. Their ratio is how much of the budget was used when there was work.
-        """
+        """Ceilings, shares, and bytes in demand, allowed and used; plain values for JSON. `share_used`: of what the
+        egress ceiling allowed while something waited to be sent."""
         self._count_use(self._now_ns())
         limits = self.plan.limits_at(self._minute_of_day())
         return {
