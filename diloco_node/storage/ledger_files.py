@@ -170,8 +170,7 @@ class LedgerFile:
     def read(self) -> list[bytes]:
         """All entries, encoded, without changing anything; `base` is then what they follow, its hash unchecked.
 
-        A torn end is passed over: a daemon may be writing it just now. Raises StorageError: damaged, missing, or it
-        can't be read.
+        A torn end is passed over: a daemon may be writing it. Raises StorageError.
         """
         with disk_errors("read", self._path), self._path.open("rb") as file:
             durable = self._durable_frames()  # before the data: a daemon may append meanwhile
@@ -242,11 +241,9 @@ class LedgerFile:
     ) -> None:
         """Write a new file that begins with this; it is the log, durably, when this returns.
 
-        base: entries up to its index are forgotten. truncate_from, entries: as for `append`, and done in the same
-        moment. kept_as: the old file stays, under this name, or with a number behind it where another file has that
-        name already.
-
-        Raises: as `append`; the old file is still there then.
+        base: entries up to its index are forgotten. truncate_from, entries: as for `append`, in the same moment.
+        kept_as: the old
+        file stays, under this name, or with a number behind it. Raises: as `append`; the old file is still there then.
         """
         try:
             data = _read_range(self._descriptor, self._end)
@@ -448,10 +445,8 @@ def _read_range(descriptor: int, stop: int) -> bytes:
 
 
 def _has_frame(data: bytes, start: int, number_min: int) -> bool:
-    """Whether the head of a frame with such a number or a higher one lies somewhere from `start` on.
-
-    It was written after the frames before it had been answered, so none of those is merely torn.
-    """
+    """Whether the head of a frame with such a number or a higher one is there: then no frame before it is merely
+    torn."""
     at = data.find(_FRAME_MAGIC, start)
     while at >= 0:
         head = data[at : at + _FRAME_HEAD_BYTES]

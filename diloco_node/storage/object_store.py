@@ -1,7 +1,6 @@
 """Objects below a URL (S3, Google Cloud, Azure) by obstore, or files below a folder: written whole or not at all.
 
-obstore sends large objects in several parts side by side, and an object has its name only when the last part is there.
-It is imported where a URL is opened: the extra `store` installs it.
+obstore is imported where a URL is opened: the extra `store` installs it.
 """
 
 from __future__ import annotations
@@ -67,10 +66,7 @@ def folder_of(place: str | Path) -> Path | None:
 
 
 def open_objects(place: str | Path) -> Objects:
-    """Open a URL or a folder. Nothing is made and nobody is asked.
-
-    Raises ConfigError: the URL is of no store that is known, or obstore is not installed.
-    """
+    """Open a URL or a folder; nobody is asked. Raises ConfigError: no store that is known, or obstore is missing."""
     if (folder := folder_of(place)) is not None:
         return FolderObjects(folder)
     url = str(place)
