@@ -191,11 +191,8 @@ def encode_hello(hello: Hello) -> bytes:
 
 
 def decode_hello(frame: bytes) -> Hello:
-    """Decode a first frame.
-
-    Raises PeerIncompatible: another protocol version, also when its other fields can't be read. ProtocolViolation: not
-    a hello.
-    """
+    """Decode a first frame. Raises PeerIncompatible: another version's, whatever is in it. ProtocolViolation: no
+    hello."""
     if not frame or frame[0] != KIND_HELLO:
         raise ProtocolViolation("the first frame on a stream must be a hello")
     try:
@@ -208,8 +205,7 @@ def decode_hello(frame: bytes) -> Hello:
 
 
 def _hello_version(frame: bytes) -> int | None:
-    """The protocol version in a hello of unknown shape: after the head and the tag 1, in every version a
-    small integer."""
+    """The protocol version in a hello of unknown shape: in all versions a small integer after head and tag 1."""
     head = 3 if frame[1:2] == b"\xdc" else 1
     tag, version = frame[1 + head : 2 + head], frame[2 + head : 3 + head]
     if tag == b"\x01" and version and version[0] < 0x80:

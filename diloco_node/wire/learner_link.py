@@ -92,8 +92,7 @@ class Attach:
     slots: tuple[int, ...] = ()
 
     def in_fragments(self, count: int) -> Attach:
-        """The same with a position and a snapshot for each of `count` fragments. Raises ProtocolViolation: it names
-        others."""
+        """The same with a position and a snapshot for each fragment. Raises ProtocolViolation: it names others."""
         if self.incarnation == NEW_PROCESS and not self.positions and not self.snapshots:
             return replace(self, positions=(UNATTACHED,) * count, snapshots=(NO_SNAPSHOT,) * count)
         if len(self.positions) != count or len(self.snapshots) != count:

@@ -26,12 +26,11 @@ T = TypeVar("T")
 
 
 class Schema(Generic[T]):
-    """A union of messages with one numeric tag each. Encoders and decoders are built once, in the constructor.
+    """A union of messages with one numeric tag each.
 
     Args:
         table: tag -> dataclass, for messages. Tags are part of the protocol: never reuse one.
-        inner: tag -> dataclass, for dataclasses that occur inside a message as a member of a union. They are no
-            messages by themselves. Tags may not overlap with those of `table`.
+        inner: the same for members of unions inside of messages. Tags may not overlap with those of `table`.
         bounds: of every field, as `core.shapes.bound_of` finds them. bytes_max: of a message, encoded.
 
     Raises TypeError: a hint that can't be encoded, or is nested deeper than `DEPTH_MAX`; a field without a bound.
@@ -83,10 +82,8 @@ class Schema(Generic[T]):
         return data
 
     def decode(self, data: bytes | memoryview) -> T:
-        """The message that the bytes hold.
-
-        Raises ProtocolViolation: anything but exactly one well-formed message of this schema; names the field.
-        """
+        """The message that the bytes hold. Raises ProtocolViolation: not exactly one well-formed message; names the
+        field."""
         fields = self._unpack(data)
         if type(fields) is not list or not fields or type(fields[0]) is not int:
             raise ProtocolViolation("a message must be an array that begins with a tag")
