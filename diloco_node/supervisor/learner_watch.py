@@ -242,8 +242,7 @@ class LearnerWatch:
         memory_kills: int = 0,
         place: PlaceMark | None = None,
     ) -> bool:
-        """A life is over; may the next one begin? code: as in subprocess. memory_kills: so far, see
-        `child.memory_kills`. place: where it stood at last."""
+        """A life is over; may the next one begin? code: as in subprocess. place: where it stood at last."""
         self.exit_code = code
         is_ours, self._aborted_s = self._aborted_s is not None, None
         is_refused = is_ours and self._refused_s is not None

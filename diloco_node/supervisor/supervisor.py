@@ -448,11 +448,8 @@ class _Supervisor:
 
 
 def run_supervisor(spec: SupervisorSpec) -> int:
-    """Run a region's two processes until the run is over or a signal comes. Call from the main thread.
-
-    Returns: the exit code (see the module's docstring). Raises StorageError: the state folder can't be made or locked,
-    or another supervisor runs on it. BindError: the memory socket can't be bound.
-    """
+    """Run a region's two processes until the run is over or a signal comes; the exit code. From the main thread. Raises
+    StorageError: the state folder can't be made, or is in use. BindError: the memory socket can't be bound."""
     try:
         spec.state_dir.mkdir(parents=True, exist_ok=True)
         lock = (spec.state_dir / "supervisor.lock").open("a+b")
