@@ -262,8 +262,7 @@ class PeerLink:
                 raise LinkLost(f"{self.peer} at {self.address}: no hello within {env.times.hello_s:.0f} s") from None
             raise
         more = partial(self.dial_more, address, instance, dial_number)
-        control, bulk = streams[Lane.CONTROL], streams[Lane.BULK]
-        return Session(self.peer, control, bulk, env, own=own, intake=self.intake, instance=instance, more=more)
+        return Session(self.peer, streams, env, own, self.intake, instance=instance, more=more)
 
     async def dial_more(self, address: str, instance: bytes, dial_number: int, connection: int) -> DialedStream:
         """Open one more bulk connection of a session that is up. Raises PeerError."""
@@ -337,16 +336,9 @@ class PeerLink:
         try:
             if len(streams) == len(Lane):
                 del self.accepted[key]
-                control, bulk = streams[Lane.CONTROL], streams[Lane.BULK]
+                instance, number = key
                 session = Session(
-                    self.peer,
-                    control,
-                    bulk,
-                    self.env,
-                    own=own,
-                    intake=self.intake,
-                    instance=hello.instance_id,
-                    accepted_dial=hello.dial,
+                    self.peer, streams, self.env, own, self.intake, instance=instance, accepted_dial=number
                 )
                 self._spawn(self.run_session(session))
             else:

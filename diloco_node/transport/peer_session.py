@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,7 +30,7 @@ from diloco_node.transport.kernel.wire_meter import WireMeter
 from diloco_node.transport.outbound import BulkOutbound, ControlQueue
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.streams import DialedStream, Stream, raise_if_cancelled
-from diloco_node.wire.envelope import KIND_BEGIN, PING_FRAME, Hello, TransferBegin, decode_control
+from diloco_node.wire.envelope import KIND_BEGIN, PING_FRAME, Hello, Lane, TransferBegin, decode_control
 
 _log = structlog.get_logger(part="transport")
 
@@ -136,7 +136,7 @@ def reason_of_end(peer: str, tasks: Iterable[asyncio.Task[None]], dropped: LinkL
 class Session:
     """The streams of one link while they live. `run` once; `drop` and `add` from anywhere.
 
-    control, bulk: the two streams that there always are. own: our certificate, as it was before they were made.
+    streams: of both lanes. own: our certificate, as it was before they were made.
     intake: the same for all sessions with the peer.
     instance: of the peer's process, from its hello. accepted_dial: the peer's number of this session; None: we dialed.
     more: opens the bulk connection of an index, where we dialed; raises PeerError.
@@ -145,13 +145,12 @@ class Session:
     def __init__(
         self,
         peer: str,
-        control: Stream,
-        bulk: Stream,
+        streams: Mapping[Lane, Stream],
         env: LinkEnvironment,
-        *,
         own: Certificate,
         intake: Intake,
-        instance: bytes = b"",
+        *,
+        instance: bytes,
         accepted_dial: int | None = None,
         more: More | None = None,
     ) -> None:
@@ -161,12 +160,12 @@ class Session:
         self._own_certificate = own
         self.intake = intake
         # Control first, then bulk in the order of their numbers. The session closes them all.
-        self.streams = [control, bulk]
+        self.streams = [streams[Lane.CONTROL], streams[Lane.BULK]]
         # Dials a further bulk connection; None where the peer dialed.
         self._more = more
         # Control frames that wait for the writer.
         self.queue = ControlQueue()
-        self.outbound = BulkOutbound(peer, bulk, env.executor, env.pacer)
+        self.outbound = BulkOutbound(peer, streams[Lane.BULK], env.executor, env.pacer)
         self._inbound = BulkInbound(peer, env.handler, env.executor)
         # When the last frame came, of any lane and of bulk; the second is moved on while the peer owes no bulk.
         self._received_s = 0.0

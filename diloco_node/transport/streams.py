@@ -279,9 +279,8 @@ def make_server(
     connections = ("grpc.max_allowed_incoming_connections", connections_max())
     server = aio.server(options=[*_SERVER_OPTIONS, handshake, connections])
     server.add_generic_rpc_handlers((_Calls(serve),))
-    credentials = _DynamicCredentials(identity)
     try:
-        port = server.add_secure_port(address, credentials.server())
+        port = server.add_secure_port(address, _server_credentials(identity))
     except ValueError as error:
         raise IdentityError(f"TLS refuses our certificate for {identity().region}: {error}") from error
     except RuntimeError:
@@ -294,24 +293,16 @@ def make_server(
     return server, port
 
 
-class _DynamicCredentials:
-    """Has gRPC take another identity from the next handshake on."""
+def _server_credentials(identity: Callable[[], Identity]) -> grpc.ServerCredentials:
+    """Have gRPC take another identity from the next handshake on."""
+    current = identity()
 
-    def __init__(self, identity: Callable[[], Identity]) -> None:
-        self._identity = identity
-        self._current = identity()
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal current
+        before, current = current, identity()
+        return None if current is before else _configuration(current)
 
-    def server(self) -> grpc.ServerCredentials:
-        return grpc.dynamic_ssl_server_credentials(
-            _configuration(self._current), self._changed, require_client_authentication=True
-        )
-
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        identity = self._identity()
-        if identity is self._current:
-            return None
-        self._current = identity
-        return _configuration(identity)
+    return grpc.dynamic_ssl_server_credentials(_configuration(current), changed, require_client_authentication=True)
 
 
 def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
