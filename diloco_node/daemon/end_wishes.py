@@ -67,12 +67,9 @@ def _read(path: Path, limits: list[int]) -> dict[str, str]:
             if document.get("limits") == limits:
                 return reasons
             if reasons:
-                is_old = "limits" not in document
-                cause = (
-                    "an earlier version did not note their limits"
-                    if is_old
-                    else "run.steps or run.tokens changed since"
-                )
+                cause = "run.steps or run.tokens changed since"
+                if "limits" not in document:
+                    cause = "an earlier version did not note their limits"
                 log.warning(
                     f"wishes for the end are dropped: {cause}; order the end again if it is still wanted", **reasons
                 )

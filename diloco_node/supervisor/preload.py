@@ -1,7 +1,7 @@
 """The supervisor's end of the fork server (`fork_server.py`): one process per region that learners fork from.
 
 While there is none, because it still imports or was killed, the learner starts afresh. A learner that runs does not
-depend on it, and one that does not answer is killed. Standard library only: the supervisor imports this.
+depend on it, and a fork server that does not answer is killed. Standard library only: the supervisor imports this.
 """
 
 from __future__ import annotations
