@@ -51,6 +51,7 @@ from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.credentials import fingerprint_text, pem_to_der
 from diloco_node.transport.intake import messages_per_s
 from diloco_node.transport.transport import GrpcTransport
+from diloco_node.wire.measure_messages import MeasureMessage, Probe
 from diloco_node.wire.run_shown import MemberShown, RunShown
 from diloco_node.wire.tensor_listing import pack_tensors
 
@@ -363,23 +364,32 @@ class Node:
         await asyncio.sleep(2 * self._spec.settings.heartbeat_ns / NS_PER_S)
         self.runtime.end(None)
 
-    def control_arrived(self, peer: str, message: Message) -> None:
+    def control_arrived(self, peer: str, message: Message | MeasureMessage) -> None:
         """See TransportHandler."""
-        self.effects.control_arrived(peer, message)
+        if isinstance(message, MeasureMessage):
+            self.measuring.control_arrived(peer, message)
+        else:
+            self.effects.control_arrived(peer, message)
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """See TransportHandler."""
         if is_up:
             self.transport.other_models.pop(peer, None)
         self.effects.link_changed(peer, is_up=is_up)
+        self.measuring.link_changed(peer, is_up=is_up)
 
-    def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
+    def transfer_opened(self, peer: str, header: BulkHeader | Probe, raw_bytes: int) -> memoryview | None:
         """See TransportHandler."""
+        if isinstance(header, Probe):
+            return self.measuring.transfer_opened(peer, header, raw_bytes)
         return self.effects.transfer_opened(peer, header, raw_bytes)
 
-    def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
+    def transfer_closed(self, peer: str, header: BulkHeader | Probe, buffer: memoryview, *, is_whole: bool) -> None:
         """See TransportHandler."""
-        self.effects.transfer_closed(peer, header, buffer, is_whole=is_whole)
+        if isinstance(header, Probe):
+            self.measuring.transfer_closed(peer, header, buffer, is_whole=is_whole)
+        else:
+            self.effects.transfer_closed(peer, header, buffer, is_whole=is_whole)
 
     async def _save_counters(self, incarnation: int) -> None:
         await self.effects.disk.save_counters(incarnation, self.learner.counters)

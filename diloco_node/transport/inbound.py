@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 from diloco_node.codec.payload import decompress_chunk
 from diloco_node.errors import ProtocolViolation
@@ -37,24 +37,19 @@ DECODING_MAX: Final = 3
 """Chunks of one peer being decoded at once; a connection whose chunk is the next is not read before one is done."""
 
 
-Message_contra = TypeVar("Message_contra", contravariant=True)
-Header_contra = TypeVar("Header_contra", contravariant=True)
+class TransportHandler(Protocol):
+    """The receiver of messages and transfers. All calls are made on the event loop, and must not block it."""
 
-
-class TransportHandler(Protocol[Message_contra, Header_contra]):
-    """The receiver of messages and transfers of some kinds. All calls are made on the event loop, and must not block
-    it."""
-
-    def control_arrived(self, peer: str, message: Message_contra) -> None:
-        """A decoded control message."""
+    def control_arrived(self, peer: str, message: Any) -> None:
+        """A decoded control message, but none of `wire.link_messages`."""
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """The connections to the peer are up (hello done), or one of them is gone."""
 
-    def transfer_opened(self, peer: str, header: Header_contra, raw_bytes: int) -> memoryview | None:
+    def transfer_opened(self, peer: str, header: Any, raw_bytes: int) -> memoryview | None:
         """A transfer begins: return a writable buffer of exactly `raw_bytes`, or None to skip its bytes."""
 
-    def transfer_closed(self, peer: str, header: Header_contra, buffer: memoryview, *, is_whole: bool) -> None:
+    def transfer_closed(self, peer: str, header: Any, buffer: memoryview, *, is_whole: bool) -> None:
         """The buffer is full, or (not whole) the transfer broke off."""
 
 

@@ -20,7 +20,6 @@ from typing import Any, Final
 import structlog
 
 from diloco_node.config.budget_plan import BudgetPlan
-from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.errors import (
     ConfigError,
     IdentityError,
@@ -35,7 +34,6 @@ from diloco_node.errors import (
 from diloco_node.transport.asking import clock_metadata
 from diloco_node.transport.certificates import Identity, tls_name
 from diloco_node.transport.credentials import Credentials
-from diloco_node.transport.handlers import Handlers
 from diloco_node.transport.inbound import TransportHandler
 from diloco_node.transport.intake import MESSAGES_PER_S
 from diloco_node.transport.kernel.tcp_info import TcpCounters
@@ -112,7 +110,7 @@ class GrpcTransport:
         identity: Identity,
         listen: tuple[str, int],
         peers: Mapping[str, str | None],
-        handler: TransportHandler[Message, BulkHeader],
+        handler: TransportHandler,
         executor: Executor,
         is_advertised: bool = True,
         times: LinkTimes | None = None,
@@ -156,11 +154,10 @@ class GrpcTransport:
         self.meter = WireMeter()
         self.pacer = Pacer(peers, meter=self.meter, send=self.send)
         self.pacer.set_plan(budget)
-        self._handlers = Handlers(handler)
         self._env = LinkEnvironment(
             hello,
             self.credentials,
-            self._handlers,
+            handler,
             executor,
             self._times,
             is_advertised,
@@ -232,10 +229,6 @@ class GrpcTransport:
         if listener is not None:
             await listener.stop()
         self.pacer.close()
-
-    def register(self, handler: TransportHandler[Any, Any], kinds: frozenset[type]) -> None:
-        """Have another handler take some kinds, before `start`. It hears of links as well, after the first one."""
-        self._handlers.register(handler, kinds)
 
     def send(self, peer: str, message: ControlMessage) -> bool:
         """Queue a control message; False if it was dropped, for the link is down or its queue is full."""
