@@ -1,8 +1,8 @@
 """Set-up of a daemon process, once and before anything else: garbage collector, memory of the C library, open files.
 
 A round takes and frees tens of megabytes. By default glibc gives such blocks back to the kernel, which clears every
-page
-again when the next round asks: a seventh of the CPU time of a transfer over TLS. So the memory stays in the process.
+page again when the next round asks: a seventh of the CPU time of a transfer over TLS. So the memory stays in the
+process.
 """
 
 from __future__ import annotations

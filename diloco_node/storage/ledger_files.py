@@ -242,8 +242,8 @@ class LedgerFile:
         """Write a new file that begins with this; it is the log, durably, when this returns.
 
         base: entries up to its index are forgotten. truncate_from, entries: as for `append`, in the same moment.
-        kept_as: the old
-        file stays, under this name, or with a number behind it. Raises: as `append`; the old file is still there then.
+        kept_as: the old file stays, under this name, or with a number behind it. Raises: as `append`; the old file is
+        still there then.
         """
         try:
             data = _read_range(self._descriptor, self._end)

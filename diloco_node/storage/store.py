@@ -88,8 +88,8 @@ class RegionStore:
         """Read and check everything that recovery needs. Once, before anything else.
 
         States and the payloads after them are read whole; of other payloads the headers, and none of an archive's older
-        ones.
-        Raises StorageError: the disk refuses; or vote or ledger are damaged or missing, and nothing may be changed.
+        ones. Raises StorageError: the disk refuses; or vote or ledger are damaged or missing, and nothing may be
+        changed.
         """
         self._disk_id.read()
         if self._is_read_only:
@@ -175,8 +175,7 @@ class RegionStore:
         Term and vote go first: a newer term and an older log is a state that any voter may be in.
 
         Raises StorageError: the disk refused, or (`LedgerGone`) what was durable can't be read any more, and the
-        folder's id is
-        taken away: a new process begins again. LedgerLost: that could not be done either.
+        folder's id is taken away: a new process begins again. LedgerLost: that could not be done either.
         """
         if (term, voted_for) != (self._vote.term, self._vote.voted_for):
             assert term >= self._vote.term, (term, self._vote.term)

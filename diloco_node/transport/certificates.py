@@ -116,8 +116,7 @@ def load_identity(
     """Read a region's folder, as `init_run` makes it, and check that it will be accepted, for this region and run, now.
 
     Raises IdentityError: a file is missing or damaged, the certificate has not begun or is over, is for another region
-    or
-    run, by another authority, or has another key. The message says what to do.
+    or run, by another authority, or has another key. The message says what to do.
     """
     ca_pem, cert_pem, key_pem = (read_pem(folder / name) for name in (CA_CERT, NODE_CERT, NODE_KEY))
     cert, *_ = parse_certificates(cert_pem, folder / NODE_CERT)

@@ -285,8 +285,8 @@ def cosines(order: ReduceStripe, bodies: list[U8], blocks: FragmentBlocks) -> tu
     """Return the cosine of each contribution with the mean direction of the others; 0 where one of them is zero.
 
     All others count alike, whatever they weigh: one that decides too much must not make the others look wrong. The
-    window
-    that is looked at moves with the version. order, bodies, blocks: as `reduce_stripe` has checked them; two or more.
+    window that is looked at moves with the version. order, bodies, blocks: as `reduce_stripe` has checked them; two or
+    more.
     """
     first, stop = order.block_start, order.block_stop
     if stop - first > SAMPLE_BLOCKS:

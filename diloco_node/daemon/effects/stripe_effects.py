@@ -56,8 +56,8 @@ class StripeEffects(EffectContext):
     """Moves and merges the stripes of open rounds.
 
     A stripe counts once every block of it was checked. The own learner's are checked before they are sent, so one that
-    does
-    not decode is the fault of the region that sent it: a single strike, however many stripes of that contribution come.
+    does not decode is the fault of the region that sent it: a single strike, however many stripes of that contribution
+    come.
 
     Attributes:
         region: our name. is_trimmed: `[rounds] merge` is `trimmed`. learner: has the own contribution's bytes.

@@ -1,6 +1,5 @@
 """The daemon's end of the Unix socket to its learner: the newest process, as the handler decides, whichever attaches
-last.
-The other gets a final `Refuse`, which makes it exit.
+last. The other gets a final `Refuse`, which makes it exit.
 """
 
 from __future__ import annotations

@@ -94,8 +94,7 @@ class WireMeter:
         """Sockets to this remote address, IP and port, belong to the peer.
 
         is_lasting: an address that we dial; else the remote end of an incoming call, which is forgotten soon after its
-        socket is
-        gone. is_bulk: of that call; for an address that we dial see `opening`.
+        socket is gone. is_bulk: of that call; for an address that we dial see `opening`.
         """
         address = (plain_ip(remote[0]), remote[1])
         self._peers[address] = peer
