@@ -48,10 +48,8 @@ class CheckpointCopy:
 
     Attributes:
         run: hash of the run's genesis, hexadecimal: two runs of one name differ in it.
-        region: that wrote it. written_at: UTC, ISO 8601, by that machine's clock.
-        version, versions, step, tokens: as in `PastVersion`.
-        digests: per fragment (`codec.digest.fragment_digest`), hexadecimal.
-        model: `[model]` of the trainer that the run had; for `export`.
+        region: that wrote it. written_at: UTC, ISO 8601. version, versions, step, tokens: as in `PastVersion`.
+        digests: per fragment, hexadecimal. model: `[model]` of the run's trainer; for `export`.
     """
 
     run_id: str

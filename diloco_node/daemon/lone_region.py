@@ -42,8 +42,7 @@ class LoneRegion:
     """The run as its folder has it.
 
     Attributes:
-        voters: before. leavers: the members but this region, sorted; they leave the run.
-        addresses: per member, as the ledger names it; empty: by run.toml.
+        voters: before. leavers: the other members, sorted. addresses: per member, by the ledger; empty: by run.toml.
         index: of the last entry that counts. versions: of the fragments' parameters there.
         loss: what the witness holds and this region can't get, in words; empty: nothing.
     """
@@ -102,13 +101,9 @@ class WitnessBucket:
 def look_alone(folder: Path, region: str, ask: Callable[[str], WitnessBucket] = WitnessBucket) -> LoneRegion:
     """Say what `go_on_alone` would do, without changing anything; a daemon may run on the folder.
 
-    Args:
-        ask: opens the bucket of the witness, if there is one, by its URL.
+    ask: opens the bucket of the witness, if there is one, by its URL.
 
-    Raises:
-        ConfigError: the region has no vote, or lacks a state or payload; the run is over, or has not begun; nobody else
-            is a member; it can go on beside the witness. StorageError: the folder can't be read, or is damaged.
-            StoreRefused: the witness can't be read.
+    Raises ConfigError: why it can't be. StorageError, StoreRefused: the folder, or the witness, can't be read.
     """
     return _read(folder, region, RegionStore(folder, is_read_only=True), ask)[1]
 

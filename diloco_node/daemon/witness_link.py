@@ -79,12 +79,11 @@ class _WitnessPlace:
     """A witness that the log names, and the knowledge of it. It ends with it: what is on its way then comes too late.
 
     Attributes:
-        since: the entry that added it.
-        bucket: once it is opened and tried.
+        since: the entry that added it. bucket: once it is opened and tried.
         disk: the id of the object that was read last. read_at: when that was written, by the bucket's clock.
         seen: the records that were read. swept_at: by the same clock, when orphans were looked for.
-        stored: by the hashes of their entries, payloads that are in the bucket, and `read_at` before each was sent.
-        uploads: those on their way.
+        stored: by the hashes of their entries, payloads in the bucket, and `read_at` before each. uploads: on their
+            way.
     """
 
     name: str = ""
@@ -115,12 +114,8 @@ class _WitnessPlace:
 class WitnessLink:
     """Requests to the bucket of the witness, one turn for each message of the core. All methods run on the event loop.
 
-    Args:
-        pacer: has the budget. post: takes events for the core.
-
     Attributes:
-        fault: why the last request failed; empty: it did not.
-        fetcher: takes payloads that were asked for; set before the first request.
+        fault: why the last request failed; or empty. fetcher: takes payloads; set before the first request.
     """
 
     fetcher: Fetcher

@@ -7,23 +7,21 @@
 The body is msgpack: [truncate_from, [encoded entry, ...]]; a truncation is a record like any other, so no
 acknowledged byte is ever changed, and one small write is one `pwrite` and one `fdatasync`.
 
-Only when the first entries are summed up is a new file written, which takes the place of the old one: its first frame
-is [-1, [index, term, hash, summary]] (the base), the next ones hold all entries that are left.
+Only when the first entries are summed up a new file takes the place of the old one: its first frame is [-1, [index,
+term, hash, summary]] (the base), the next ones hold all entries that are left.
 
 A crash may leave these, and opening deals with each: no file, an empty one or half a header (begun anew, if there was
 no vote yet); a last frame that ends early, or in which whole sectors are zero because they never reached the disk (cut
-off: the write was not answered, so nothing of it was acknowledged). A whole frame has no such sector: its first and
-last byte are not zero, and no encoded entry has 512 zeros. Everything else that does not fit is damage and is refused:
-a node that has forgotten what it acknowledged, or a vote, must not take part in another.
+off: nothing of it was acknowledged). A whole frame has no such sector: its first and last byte are not zero, and no
+encoded entry has 512 zeros. All else that does not fit is damage and is refused: a node that has forgotten what it
+acknowledged, or a vote, must not take part in another.
 
-Bytes that are read back may be in the kernel's cache only: the process before may have died between write and
-fdatasync, or its fdatasync may have failed, after which the kernel takes the lost pages for clean and says yes to every
-further one on that file. So opening writes the last frame once more, and after a failed fdatasync the log is copied to
-a new file.
+Bytes that are read back may be in the kernel's cache only: the process before died between write and fdatasync, or that
+failed, after which the kernel takes the lost pages for clean. So opening writes the last frame once more, and after a
+failed fdatasync the log is copied to a new file.
 
-A file that was cut short at some frame looks like a shorter ledger. `ledger.end` tells them apart: how many frames
-were durable, written without fsync after each one. It may be older than the log, never newer. A damaged one says
-nothing.
+`ledger.end` tells a file that was cut short at some frame from a shorter ledger: how many frames were durable. It is
+written without fsync, so it may be older than the log, never newer. A damaged one says nothing.
 """
 
 from __future__ import annotations

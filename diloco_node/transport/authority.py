@@ -1,10 +1,9 @@
 """The authority of a run, in the folder of its holder: regions are added, certificates renewed, the authority replaced.
 
 The folder has `ca.pem`, `ca.key`, and for each region NAME a subfolder with `ca.pem`, `node.pem` and `node.key`, which
-goes to that region. An authority is replaced in three steps, none of which stops a run. First `ca.pem` holds both, the
-new one and the old one, and goes to all regions. Then every certificate is renewed, by the new one. At last the old one
-is dropped. Files are replaced one by one, as wholes. A crash between two leaves a folder in which a region does not
-start, and that the same command mends.
+goes to that region. An authority is replaced in three steps, none of which stops a run. First `ca.pem` holds both, and
+goes to all regions. Then every certificate is renewed, by the new one. At last the old one is dropped. A crash between
+two files leaves a folder in which a region does not start, and that the same command mends.
 """
 
 from __future__ import annotations

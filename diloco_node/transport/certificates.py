@@ -54,8 +54,7 @@ class Identity:
     """A node's key and certificates, checked by `load_identity`.
 
     Attributes:
-        region, run_id: as the certificate names them.
-        ca_pem, cert_pem, key_pem: what TLS needs. The key stays out of the repr.
+        region, run_id: as the certificate names them. ca_pem, cert_pem, key_pem: what TLS needs.
         certificate: of `cert_pem`. authorities: of `ca_pem`; several while one replaces another.
     """
 

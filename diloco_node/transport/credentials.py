@@ -35,9 +35,8 @@ class Credentials:
     """Says which certificates are good now.
 
     Attributes:
-        identity: ours; new connections are made with it.
+        identity: ours, for new connections. shown: the certificate that each peer showed last.
         revocations: fingerprints that the ledger revokes. Links by them are closed within a second.
-        shown: the certificate that each peer showed last.
     """
 
     def __init__(self, identity: Identity) -> None:

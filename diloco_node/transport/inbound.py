@@ -1,11 +1,10 @@
 """The receiving half of a bulk lane: frames of all its connections in, filled buffers out.
 
 At most one transfer of each lane (rounds, recovery, measurement) is open at a time. Begin, end and abort come over the
-first connection, chunks over any, each at its offset (`transport.reassembly`). A chunk that is ahead of its begin
-waits, and with it what follows on its connection; an end waits for the chunks that are still on their way elsewhere,
-and with it the next begin. Each chunk is checked and decoded into the handler's buffer: small ones at once, larger ones
-in a thread, a few at a time. Nothing but the bulk connections waits for that, so a slow decode never holds up the
-control lane.
+first connection, chunks over any, each at its offset (`transport.reassembly`). A chunk ahead of its begin waits, and
+with it what follows on its connection; an end waits for chunks on their way elsewhere, and with it the next begin. Each
+chunk is checked and decoded into the handler's buffer, larger ones in a thread. Nothing but the bulk connections waits
+for that: a slow decode never holds up the control lane.
 
 Why two connections never wait for each other for ever: a sender hands a transfer's chunks to connections after its
 begin, and its end after all of its chunks, and each connection keeps the order in which it was handed things. Say the

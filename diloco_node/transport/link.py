@@ -1,19 +1,16 @@
 """The link to one peer: who dials, which of two links wins, and what runs while it is up.
 
 A **session** is one pair of streams (control and bulk), made by one dial of one side, and the further bulk connections
-that this side opens while it lasts. A **link** is what stays: it has at most one session at a time, and dials again
-when there is none.
+of that side. A **link** is what stays: it has at most one session at a time, and dials again when there is none.
 
-The side with the smaller name dials, if it knows an address; else the other. When there has been no session for
-`fallback_s`, the other side tries as well. A process that has just started dials once whatever its name is: the peer
-has dialled in vain while it was away, and its next dial may be seconds ahead (D-099). Two dials that cross are resolved
-the same way on both sides: once the smaller name's hello is on its way its session wins; until then an incoming one
-does, and its own dial is given up. In all other cases the newer session replaces the older, for only who has lost a
-session makes another one.
+The side with the smaller name dials, if it knows an address; else the other, which also tries when there has been no
+session for `fallback_s`. A process that has just started dials once whatever its name is (D-099). Two dials that cross
+are resolved the same way on both sides: once the smaller name's hello is on its way its session wins; until then an
+incoming one does, and its own dial is given up. In all other cases the newer session replaces the older, for only who
+has lost a session makes another one.
 
-Two processes with one certificate: while the one that was started last is linked and alive, the other one is
-refused. A process that most of its peers refuse so, for longer than a dead link is taken for alive, ends
-(`SupersededError`).
+Of two processes with one certificate the older one is refused while the newer is linked and alive. A process that most
+of its peers refuse so, for longer than a dead link is taken for alive, ends (`SupersededError`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The sending half of the two lanes: a bounded queue of control frames, and transfers cut into chunks.
 
-Transfers to one peer are in lanes by what they are for (`wire.tables`): rounds go before recovery, chunk by chunk. In a
+Transfers to one peer are in lanes by what they are for (`BULK_LANES`): rounds go before recovery, chunk by chunk. In a
 lane they go one after the other: rounds by their ballot, else in the order of the requests. A chunk waits for the
 budget, and goes over the next connection that is free (`bundle`); what begins and ends a transfer goes over the first
 one, in the order in which all of it was handed over. While gRPC takes one chunk, a thread compresses the next. Flow

@@ -81,11 +81,10 @@ class LinkEnvironment:
 
     Attributes:
         hello: ours, apart from lane, dial and connection; another one once the run has begun.
-        is_advertised: the others know where to dial us.
-        meter: counts wire bytes; read once more just before the streams of a session are closed.
+        is_advertised: the others know where to dial us. meter: read once more before a session's streams are closed.
         connections: how many bulk connections the link to a peer is worth now.
         reject: called with (peer, error) for what is the peer's fault: counts it and logs it.
-        superseded: called with (peer, error) when a peer has refused us for a while because a newer process of ours is
+        superseded: called with (peer, error) when a peer has refused us for a while, for a newer process of ours is
             linked with it, and with (peer, None) when a link to it is up again.
         quarantine_reason: why a peer is shut out now, and for how long; empty when it is not.
         messages_per_s: what a peer may send of one kind of message.

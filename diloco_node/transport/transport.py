@@ -82,22 +82,19 @@ class GrpcTransport:
     """Mutual TLS links to the other regions of a run. All methods are called on the event loop.
 
     Args:
-        region: our name. run_id, settings_digest, founding_digest, manifest_digest: see `Hello`.
-        identity: from `certs.load_identity`. listen: host and port; port 0 takes a free one, see `port`.
+        region: our name. run_id, settings_digest, founding_digest, manifest_digest, settings, model, role: see `Hello`.
+        identity: from `load_identity`. listen: host and port; port 0 takes a free one, see `port`.
         peers: the other regions, each with `host:port`, or None where we can't dial.
         handler: gets what arrives. executor: threads for compression and decoding.
         is_advertised: the others know our address. If not, we dial at once instead of giving them the first turn.
         times: deadlines. seed: of the jitter between dials. budget: see `Pacer.set_plan`.
         connections: for bulk to each peer that we dial; None: as many as a link is worth (`pacing.link_stats`).
-        superseded: called once, when most of the peers are linked with a newer process that has our certificate.
-        role: of this process; the others must have the same.
+        on_superseded: called once, when most of the peers are linked with a newer process that has our certificate.
         messages_per_s: what one peer may send of one kind of message (`intake.messages_per_s`).
-        settings: what the digest is of, "name=value" each: so a peer whose settings differ is told which. model: the
-            same for the tensors, of `wire.tensor_listing`.
         show_run: the run, for a region of its authority that asks to join.
 
-    Raises ConfigError: peers contain ourselves, or there can't be so many connections. IdentityError: the certificate
-    is for another region or run.
+    Raises ConfigError: we are among the peers, or there can't be so many connections. IdentityError: the certificate is
+    for another region or run.
     """
 
     def __init__(

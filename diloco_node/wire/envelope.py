@@ -5,9 +5,9 @@ Every frame is one HTTP/2 (gRPC) message: one byte of kind, a fixed little-endia
 | kind | lane | after the kind |
 |---|---|---|
 | HELLO | both, first frame in each direction of each connection | msgpack `Hello` |
-| CONTROL | control | msgpack message (`tables.CONTROL`) |
+| CONTROL | control | msgpack message (`message_tables.CONTROL`) |
 | PING | control | nothing: the sender lives |
-| BEGIN | bulk | transfer id u64, raw bytes u64, msgpack header (`tables.HEADERS`) |
+| BEGIN | bulk | transfer id u64, raw bytes u64, msgpack header (`message_tables.HEADERS`) |
 | CHUNK | bulk | transfer id u64, offset u64, raw length u32, is_compressed u8, data |
 | END | bulk | transfer id u64, then for each connection the chunks that went over it u32 |
 | ABORT | bulk | transfer id u64, how many counts follow u8, these as in END, reason in UTF-8 |
@@ -137,13 +137,9 @@ class TransferBegin:
 
 @dataclass(frozen=True, slots=True)
 class TransferChunk:
-    """Raw bytes [offset, offset + raw_bytes) of a transfer.
+    """Raw bytes [offset, offset + raw_bytes) of a transfer. data: themselves, or a zstd frame of them; a view.
 
-    Attributes:
-        data: the bytes themselves, or one zstd frame of them. A view into the frame.
-
-    There is no checksum here: TLS authenticates every record, which is more than a CRC does, and a CRC of both sides
-    took a third of a transfer's CPU time.
+    There is no checksum here: TLS authenticates every record, and a CRC took a third of a transfer's CPU time.
     """
 
     transfer: int

@@ -282,14 +282,11 @@ class SnapshotRequested:
 
 @dataclass(frozen=True, slots=True)
 class VersionOffered:
-    """A slot of the version area holds `version`.
+    """A slot of the version area holds `version`. slot: which one; NO_SLOT is never sent.
 
     Attributes:
-        included_snapshot: number of the newest snapshot of this incarnation that the versions since the learner's base
-            include, or NO_SNAPSHOT.
-        is_last: the version is that of the run's last round of the fragment: after it, all own parameters are the
-            merged ones plus a few steps.
-        slot: which one; NO_SLOT is never sent.
+        included_snapshot: the newest one of this incarnation that the versions since its base include, or NO_SNAPSHOT.
+        is_last: after it, all own parameters of the fragment are the merged ones plus a few steps.
     """
 
     fragment: int

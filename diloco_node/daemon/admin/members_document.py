@@ -27,14 +27,10 @@ class MemberSigns:
 
     Attributes:
         region: this one. heard: the others whose heartbeats arrive, and the witness if its bucket answers.
-        linked: the others that have a link now, so their certificate is good.
+        reported: the others that those hear. linked: the others that have a link now, so their certificate is good.
         held_bytes, state_bytes: of parameters and momentum, what this region holds, and all.
-        since_unix: by region, when this daemon saw the entry that gave it its kind; without those of before its start.
-        shards: by region, how many shards of the data wait until it has heard of the change that took them.
-        witness_fault: why the bucket of the witness does not answer; empty: it does.
-        catch_up: how far this region is behind, see `CatchUp`; empty: it is not.
-        is_over: the run is finished.
-        reported: the others that are heard by a region which is heard here.
+        since_unix: by region, when this daemon saw the entry of its kind. shards: by region, how many wait for it.
+        witness_fault: why its bucket does not answer; or empty. catch_up: how far this region is behind; or empty.
     """
 
     region: str

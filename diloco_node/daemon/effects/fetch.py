@@ -45,10 +45,9 @@ class _Pending:
     """A request that its donor has not answered yet. It stands when the core has lost patience: bytes may still come.
 
     Attributes:
-        is_owed: the core waits for an answer. is_open: the bytes are coming in.
-        overtaken: how often the donor has begun to send something else meanwhile.
-        begun_s: when the bytes began to come in, on the loop's clock.
-        watchdog: tells the core that it takes too long.
+        is_owed: the core waits for an answer. is_open: the bytes are coming in, since `begun_s` of the loop's clock.
+        overtaken: how often the donor has begun to send something else. watchdog: tells the core that it takes too
+            long.
     """
 
     order: FetchPayload | FetchState

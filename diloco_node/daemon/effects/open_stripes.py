@@ -49,9 +49,8 @@ class OpenRoundBytes:
     """The bytes in memory for a (fragment, version).
 
     Attributes:
-        contributions: encoded stripes by their key; kept from ballot to ballot.
-        merged: merged stripes by (ballot, stripe index, sender): which sender is right, the ballot says.
-        layouts: by ballot, how its stripes are cut and who reduces them, as far as that is known in the shell.
+        contributions: kept from ballot to ballot. merged: by (ballot, stripe index, sender).
+        layouts: by ballot, how its stripes are cut and who reduces them, where the shell knows.
     """
 
     contributions: dict[ContributionKey, U8] = field(default_factory=dict)
@@ -225,13 +224,10 @@ def reduce_stripe(
     """Decode in the given order, sum with the leader's coefficients, encode. Runs in a thread.
 
     Args:
-        bodies: the encoded stripes, in the order of `order.contributions`.
-        blocks_up: layout of contributions. blocks_down: layout of the merged stripe.
+        bodies: encoded, in the order of `order.contributions`. blocks_up: their layout; blocks_down: of the merged one.
         is_trimmed: sum by `add_trimmed`.
 
-    Returns: the core's event; the encoded stripe, shape (bytes,), uint8.
-
-    Raises PayloadCorrupt: a part has the wrong size, or does not decode to finite values.
+    Returns: the core's event; the encoded stripe, shape (bytes,), uint8. Raises PayloadCorrupt.
     """
     start, stop = order.block_start, order.block_stop
     expected_bytes = blocks_up.span_bytes(start, stop)

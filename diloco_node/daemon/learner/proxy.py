@@ -40,18 +40,15 @@ class LearnerFacts:
     """Facts about the learner for status and report; the core does not need them.
 
     Attributes:
-        val_loss: held-out loss of the learner's own parameters, val_loss_global: of the global ones.
-        val_loss_step, val_loss_global_step: steps of the run at which they were measured; None: never.
+        val_loss: held-out loss of the learner's own parameters, val_loss_global: of the global ones; at these steps.
         blocked_ns: time the training loops of all learners so far spent inside `step()`.
         attached_step: of its incarnation, where the present process began, or was when this daemon came.
         first_report_ns, last_report_ns: monotonic, of the present learner; tokens_at_first_report: of its incarnation.
         resumed_ns: monotonic, the first report after its last pause without steps; 0: there was none.
         ready_ns: monotonic, since when it has its parameters and no report of it came; 0: it lacks some, or has come.
-        warnings: losses and gradient norms that were out of their range, and were told.
+        warnings: of losses and norms. last_warning, last_warning_ns: the newest, or why it failed (`has_failed`).
         discounted_versions: applied with part of the own steps thrown away, since they were too many.
-        last_warning, last_warning_ns: the newest of `warnings`, or why the learner failed (`has_failed`); 0: none.
-        base_difference: how its frozen tensors differ from the run's; empty: not, as far as is known.
-        tokens: how fast they are made now.
+        base_difference: how its frozen tensors differ from the run's; or empty. tokens: how fast they are made now.
     """
 
     loss_first: float | None = None

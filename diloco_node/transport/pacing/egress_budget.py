@@ -1,16 +1,15 @@
 """The bandwidth budget of a region, on its sending side: who may send how much, and when.
 
-A token bucket for the region, one for each peer below it, and in each peer four lanes: control first (it never waits,
-it is only counted), then rounds by deadline, then recovery, then measurement. It counts **wire bytes**: the bytes that
-were handed to the link, times an overhead that is learnt from the kernel's counters; acknowledgements and
-retransmissions are charged as the kernel counts them. Integers throughout: bytes, bytes per second, nanoseconds.
+A token bucket for the region, one for each peer below it, and in each peer four lanes: control, which is only counted,
+then rounds by deadline, recovery, measurement. It counts **wire bytes**: those that were handed to the link, times an
+overhead that is learnt from the kernel's counters; acknowledgements and retransmissions as the kernel counts them.
+Integers throughout: bytes, bytes per second, nanoseconds.
 
 The caller's duties, for each piece of bulk (see `EgressBudget`):
 
-1. `try_spend`; where that says no, `request` with the piece's size as it will be handed to the link. At most one piece
-   of a peer and lane waits.
+1. `try_spend`; where that says no, `request` with the size as it will be handed over, one of a peer and lane at a time.
 2. `release`, whenever something was asked, a limit changed, or `wake_at_ns` has come: those pieces may go now.
-3. `charge_control` for every frame of the control lane, `measured` for what the kernel counted.
+3. `charge_control` for every frame of the control lane, `learn_overhead` for what the kernel counted.
 """
 
 from __future__ import annotations

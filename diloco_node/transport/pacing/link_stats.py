@@ -33,7 +33,7 @@ LOSSY_PPM: Final = 1_000
 
 
 class LinkWatch:
-    """The counters of one peer. Call `taken` for each sample, then `pace`; `lost` at the end of a session.
+    """The counters of one peer. Call `take` for each sample, then `pace`; `reset` at the end of a session.
 
     Attributes:
         rate_bytes_per_s: what is sent while something is on its way, fading.
