@@ -70,7 +70,7 @@ class _Grant:
 class IngressGrants:
     """Shares of the ingress ceiling, without a limit at first, and the back-stop.
 
-    After every change of the region's rate, every call of `set_peer_rate`, `demand_reported`, `link_up`, `link_down` and
+    After every change of the region's rate, each call of `set_peer_rate`, `demand_reported`, `link_up`, `link_down` and
     `count_on_wire`, and at `wake_at_ns`: send what `due` returns.
 
     Attributes:
