@@ -244,8 +244,7 @@ class LedgerFile:
         still there then.
         """
         try:
-            data = _read_range(self._descriptor, self._end)
-            self._check_copy(data)
+            data = self._checked_data()
             old = LedgerFile(self._path.parent)
             bodies = old._read_frames(data)[: truncate_from - 1 - self.base.index if truncate_from else None]
             remaining = bodies[max(0, base.index - self.base.index) :]
@@ -302,9 +301,7 @@ class LedgerFile:
     def _move_to_new_file(self) -> None:
         """Copy the frames that were durable to a new file that takes the place of this one. Raises as `append`."""
         with disk_errors("copy", self._path):
-            data = _read_range(self._descriptor, self._end)
-            self._check_copy(data)
-            self._replace([data])
+            self._replace([self._checked_data()])
 
     def _replace(self, chunks: Sequence[bytes]) -> None:
         """Write a new file of these parts, which takes the place of this one. Raises OSError."""
@@ -314,8 +311,9 @@ class LedgerFile:
         self._descriptor = descriptor
         self._is_suspect = False
 
-    def _check_copy(self, data: bytes) -> None:
-        """Check that the bytes that were read back are those that were written. Raises LedgerLost."""
+    def _checked_data(self) -> bytes:
+        """Read back what was written. Raises OSError; LedgerLost: other bytes, or fewer, are there."""
+        data = _read_range(self._descriptor, self._end)
         copy = LedgerFile(self._path.parent)
         try:
             entries = copy._read_frames(data) if data[: len(_LOG_HEADER)] == _LOG_HEADER else []
@@ -327,6 +325,7 @@ class LedgerFile:
                 f"{self._path} has {last_index} whole entries of {self.last_index} that were "
                 f"on the disk: look at dmesg, replace the disk. {_REMEDY}"
             )
+        return data
 
     def _begin(self) -> None:
         os.ftruncate(self._descriptor, 0)
