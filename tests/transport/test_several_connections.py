@@ -79,7 +79,7 @@ async def test_near_links_stay_with_one(mesh: Mesh) -> None:
     a, _, _, at_b = await mesh.pair()
     await a.transfer("b", HEADER, memoryview(os.urandom(32 * MIB)))
     await at_b.until(lambda: at_b.closed)
-    await eventually(lambda: a.pacer.link_watch("b").rtt_min_ns)
+    await eventually(lambda: a.pacer._peers["b"].link.rtt_min_ns)
     assert a.pacer.target_connections("b") == 1
     assert a.peer_status()["b"].connections == 1
 
@@ -89,7 +89,7 @@ async def test_the_number_follows_what_the_link_is_worth_and_never_falls(
 ) -> None:
     monkeypatch.setattr(link_stats, "buffer_bytes", lambda: 8 * MIB)
     a, at_a, _, at_b = await mesh.pair()
-    state = a.pacer.link_watch("b")
+    state = a.pacer._peers["b"].link
     a.pacer.set_plan(BudgetPlan(RateLimits(egress=10**9, ingress=10**6)))
     take, state.take = state.take, lambda *_, **__: None  # type: ignore[method-assign]
     state.rtt_min_ns = 12_000_000
@@ -107,7 +107,7 @@ async def test_the_number_follows_what_the_link_is_worth_and_never_falls(
 
 async def test_a_long_lossy_link_gets_all_connections_if_congestion_control_goes_by_loss(mesh: Mesh) -> None:
     a, _, _, _ = await mesh.pair()
-    a.pacer.link_watch("b").rtt_min_ns = 40_000_000
+    a.pacer._peers["b"].link.rtt_min_ns = 40_000_000
     a.meter.tcp = lambda _peer: TcpCounters(8 * MIB, 8 * MIB // 100, 40_000_000)  # type: ignore[method-assign]
     assert a.pacer.target_connections("b") == 1
     a.meter.goes_by_loss = True

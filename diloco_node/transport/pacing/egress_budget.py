@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
-from diloco_node.transport.pacing.token_bucket import PIECE_BYTES_MIN, TokenBucket, piece_bytes
+from diloco_node.transport.pacing.token_bucket import PIECE_BYTES_MIN, TokenBucket
 from diloco_node.wire.message_tables import BudgetLane
 
 STARVING_NS: Final = 2_000_000_000
@@ -152,18 +152,10 @@ class EgressBudget:
         for entry in self._peers.values():
             entry.bucket.set_lateness(late_ns, now_ns=now_ns)
 
-    def is_limited(self, peer: str) -> bool:
-        """Whether anything limits what this peer gets."""
-        return self.region.rate_bytes_per_s is not None or self._peers[peer].bucket.rate_bytes_per_s is not None
-
     def rate_bytes_per_s(self, peer: str) -> int | None:
         """Return the rate that this peer may get if nobody else wants anything; None: no limit."""
         rates = (self.region.rate_bytes_per_s, self._peers[peer].bucket.rate_bytes_per_s)
         return min((rate for rate in rates if rate is not None), default=None)
-
-    def piece_bytes(self, peer: str) -> int:
-        """How much to hand to this peer's link at once."""
-        return piece_bytes(self.rate_bytes_per_s(peer))
 
     def try_spend(self, peer: str, lane: BudgetLane, handed_bytes: int, *, now_ns: int) -> bool:
         """Send a piece if it may go now and none waits for what it would take; whether it goes, and counts as sent."""

@@ -22,7 +22,7 @@ from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
 from diloco_node.transport.pacing.egress_budget import OVERHEAD_PPM_FIRST, PPM, EgressBudget, LimitSource
 from diloco_node.transport.pacing.grants import DEMAND_MAX, UNLIMITED, IngressGrants
 from diloco_node.transport.pacing.link_stats import LinkWatch
-from diloco_node.transport.pacing.token_bucket import LATE_NS, PIECE_BYTES_MAX
+from diloco_node.transport.pacing.token_bucket import LATE_NS, PIECE_BYTES_MAX, piece_bytes
 from diloco_node.wire.link_messages import IngressDemand, IngressGranted, LinkMessage
 from diloco_node.wire.message_tables import BudgetLane, ControlMessage
 
@@ -169,14 +169,14 @@ class Pacer:
 
     def piece_bytes(self, peer: str) -> int:
         """How many bytes of a body to put into one frame."""
-        if self._egress.is_limited(peer):
-            return self._egress.piece_bytes(peer)
+        if (limit := self._egress.rate_bytes_per_s(peer)) is not None:
+            return piece_bytes(limit)
         rate = self._peers[peer].link.rate_bytes_per_s
         return min(max(int(rate * PIECE_S), PIECE_FREE_BYTES_MIN), PIECE_BYTES_MAX)
 
     def is_fast(self, peer: str) -> bool:
         """Whether the link is so fast, and nothing limits it, that compressing costs more time than it saves."""
-        return 0 < self._peers[peer].link.rtt_min_ns < FAST_RTT_NS and not self._egress.is_limited(peer)
+        return 0 < self._peers[peer].link.rtt_min_ns < FAST_RTT_NS and self._egress.rate_bytes_per_s(peer) is None
 
     def transfer_started(self, peer: str, lane: BudgetLane, raw_bytes: int) -> None:
         """A transfer was asked for."""
@@ -287,16 +287,12 @@ class Pacer:
         """So many carry bulk now."""
         self._peers[peer].link.connections = count
 
-    def link_watch(self, peer: str) -> LinkWatch:
-        """Return what is known of the link to a peer."""
-        return self._peers[peer].link
-
     def target_connections(self, peer: str) -> int:
         """How many bulk connections the link is worth, by what is known of it now."""
         out = self._ceiling_out(peer)
         into = _least(self._grants.region.rate_bytes_per_s, self.plan.peer_limits(peer).ingress)
         ceiling = None if out is None or into is None else max(out, into)
-        return self.link_watch(peer).target_connections(ceiling_bytes_per_s=ceiling)
+        return self._peers[peer].link.target_connections(ceiling_bytes_per_s=ceiling)
 
     def link_down(self, peer: str) -> None:
         """A session has ended."""

@@ -34,10 +34,8 @@ PIECE_BYTES_LEAST: Final = 1024
 """Below 1.3 Mbit/s pieces get smaller than PIECE_BYTES_MIN: one of 16 KiB would be over the ceiling by itself."""
 
 
-def piece_bytes(rate_bytes_per_s: int | None) -> int:
+def piece_bytes(rate_bytes_per_s: int) -> int:
     """How much is released at once: 10 ms of the rate, 16 KiB to 1 MiB, but never more than 100 ms of the rate."""
-    if rate_bytes_per_s is None:
-        return PIECE_BYTES_MAX
     usual = min(max(rate_bytes_per_s * PIECE_NS // NS_PER_S, PIECE_BYTES_MIN), PIECE_BYTES_MAX)
     return max(PIECE_BYTES_LEAST, min(usual, rate_bytes_per_s * PIECE_NS_MAX // NS_PER_S))
 
