@@ -89,11 +89,6 @@ class RoundLog:
         self._followed_ns: int | None = None
         self._gaps_ns: deque[int] = deque(maxlen=GAPS_KEPT)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no round is open or is being applied, and nothing is remembered for one."""
-        return not (self._open or self._applying or self._merged or self._reasons)
-
     def rows(self) -> list[dict[str, Any]]:
         """The last rounds that ended, oldest first, plain values; all texts escaped, and none is changed later."""
         return list(self._rows)

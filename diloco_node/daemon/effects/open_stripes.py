@@ -73,11 +73,6 @@ class StripeTable:
     def __init__(self) -> None:
         self._rounds: dict[tuple[int, int], OpenRoundBytes] = {}
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing of any round is kept, not even an empty place for it."""
-        return not self._rounds
-
     def buffered_bytes(self) -> int:
         """All of them, for the memory metric."""
         return sum(
