@@ -30,8 +30,8 @@ KEPT_BYTES_MAX: Final = 256 * 2**20
 GROWTH_BYTES: Final = 16 * 2**20
 
 DESCRIPTORS_MAX: Final = 65_536
-"""To which the limit of open files is raised where the system allows it. A daemon of 64 regions needs under a thousand;
-some systems allow a billion, and there are programs that walk through all of them."""
+"""To which the limit of open files is raised. A daemon of 64 regions needs under a thousand; some systems allow a
+billion, which some programs walk through."""
 
 DESCRIPTORS_LOW: Final = 512
 """Below so many a warning: half of them are for incoming connections, some for each peer and each open file."""

@@ -21,10 +21,8 @@ POOL_THREADS: Final = 6
 """For what a round waits for: sums, digests, compression."""
 
 FILE_THREADS: Final = 6
-"""For payloads and states: two rounds in flight, their checkpoints and some fetches at once.
-
-They are apart from the pool, for a disk that takes seconds for a sync must not hold up sums and transfers that
-others wait for."""
+"""For payloads and states: two rounds in flight, their checkpoints and some fetches at once. They are apart from the
+pool: a disk that takes seconds for a sync must hold up no sums and transfers."""
 
 AT_ONCE_BYTES_MAX: Final = 64 * 2**10
 """The kernels take some 50 microseconds for it, the way to a thread and back several times as long."""

@@ -40,8 +40,7 @@ ABORT_S: Final = 3.0
 """For the stacks of all threads, which SIGABRT makes Python write, before SIGKILL."""
 
 REFUSED_S: Final = 600.0
-"""For what a script does once it was refused: write its own files, wait for a checkpoint, end its other ranks, load the
-model anew for another attach."""
+"""For a script that was refused: it may write files, wait for a checkpoint, end other ranks, load the model anew."""
 
 REFUSALS_MAX: Final = 3
 """In a row: who hides the same refusal three times would train outside of the run for ever, ten minutes each time."""

@@ -30,9 +30,8 @@ CLOCK_KEY: Final = "diloco-clock"
 _CLOCK_DIGITS_MAX: Final = 20
 TRIES: Final = 10
 _WORDS_LOST: Final = "Internal error from Core"
-"""The error that grpc.aio gives when the peer refused before our hello was out, instead of the peer's words. Another
-try may be slower than the peer, or faster.
-"""
+"""The error that grpc.aio gives, instead of the peer's words, when the peer refused before our hello was out. Another
+try may be slower than the peer, or faster."""
 
 
 _DATES: Final = {

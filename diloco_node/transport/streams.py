@@ -33,8 +33,7 @@ _STREAMS_PER_CONNECTION: Final = 2
 """A connection carries one call. Further calls of a peer have to wait."""
 
 ACCEPTED_CONNECTIONS_MAX: Final = 1024
-"""Accepted at once, whoever makes them: all connections of 64 regions, and hundreds in the middle of a handshake. A
-further one is closed."""
+"""Accepted at once, whoever makes them: all connections of 64 regions, and hundreds in a handshake. More are closed."""
 
 _KEEPALIVE_MS: Final = 10_000
 """HTTP/2's own pings: a line that carries nothing any more is noticed by gRPC, too."""

@@ -37,9 +37,8 @@ TIMER_S: Final = 0.001
 
 COALESCE_NS: Final = 20_000_000
 """Where the kernel spreads out what it is handed, a piece that has to wait waits for so long more, and all that may go
-by then goes together: the first thing that a loop does after it slept costs far more than the next ones. The buckets
-save up for it. Not while pieces of several lanes wait: of what was saved up the later lane would get a part.
-"""
+by then goes together: what a loop does first after it slept costs far more than the rest. The buckets save up for it.
+Not while pieces of several lanes wait: of what was saved up the later lane would get a part."""
 
 LATENESS_FADING: Final = 64
 """A 64th of the lateness of timers is forgotten at each sample: half of it in four seconds."""

@@ -12,17 +12,15 @@ from typing import Final
 from diloco_node.numeric import NS_PER_S
 
 LATE_NS: Final = 20_000_000
-"""A bucket saves up one piece and so much more in idle time. A timer that is late by less loses nothing; on a link as
-fast as the budget a burst stands in the queue for as long, before every heartbeat.
-"""
+"""A bucket saves up one piece and so much more in idle time: a timer that is late by less loses nothing. On a link as
+fast as the budget a burst stands in the queue for as long, before every heartbeat."""
 
 BURST_NS_MAX: Final = 150_000_000
 """On a machine whose timers are later (`set_lateness`) a bucket saves up more, but never more than this."""
 
 DEBT_NS_MAX: Final = 10 * NS_PER_S
 """A bucket pays for as long at most. Else acknowledgements, and bytes that were under way when the rate was lowered,
-would stop bulk for minutes; a link that has no turn for one minute is given up.
-"""
+would stop bulk for minutes; a link that has no turn for one minute is given up."""
 
 PIECE_NS: Final = 10_000_000
 PIECE_BYTES_MIN: Final = 16 * 2**10
