@@ -242,7 +242,7 @@ def _differences(ours: Hello, peer: Hello) -> list[str]:
         is_model = name == "manifest_digest"
         words = "" if is_model or name == "run_id" else settings_difference(ours.settings, peer.settings)
         words = tensor_difference(ours.model, peer.model) if is_model else words
-        differences.append(words or f"{name}: ours {_plain(here)}, theirs {_plain(there)}")
+        differences.append(words or f"{name}: ours {here!a}, theirs {there!a}")
     return list(dict.fromkeys(differences))
 
 
@@ -373,8 +373,3 @@ def _decode_chunk(frame: bytes) -> TransferChunk:
     if not flags and len(data) != raw_bytes:
         raise ProtocolViolation(f"an uncompressed chunk of {len(data)} bytes says that it has {raw_bytes}")
     return TransferChunk(transfer, offset, raw_bytes, bool(flags), data)
-
-
-def _plain(value: object) -> str:
-    """A value of a hello in an error message; escaped, for one of them comes from outside."""
-    return ascii(value) if isinstance(value, str) else str(value)
