@@ -77,10 +77,6 @@ _CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.max_reconnect_backoff_ms", 600_000),
 ]
 
-_REDUNDANT: Final = grpc.StatusCode.ALREADY_EXISTS
-_DUPLICATE: Final = grpc.StatusCode.ABORTED
-
-
 Server: TypeAlias = aio.Server
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 """Keys and values that are sent beside the frames of a call. A receiver passes over a key that it does not know."""
@@ -94,6 +90,10 @@ class RedundantDial(LinkLost):
 
 class DuplicateInstance(LinkLost):
     """Two live processes have one certificate: the one that was started first gets this error."""
+
+
+_REFUSALS: Final = {grpc.StatusCode.ALREADY_EXISTS: RedundantDial, grpc.StatusCode.ABORTED: DuplicateInstance}
+"""By the status with which an accepting side ends the call."""
 
 
 class DialedStream:
@@ -152,10 +152,8 @@ class DialedStream:
             code, details = grpc.StatusCode.OK, ""
         if code is grpc.StatusCode.OK:
             details = "the peer ended the stream"
-        if code is _REDUNDANT:
-            return RedundantDial(f"{self._peer} at {self._address}: {details}")
-        if code is _DUPLICATE:
-            return DuplicateInstance(f"{self._peer} at {self._address}: {details}")
+        if code in _REFUSALS:
+            return _REFUSALS[code](f"{self._peer} at {self._address}: {details}")
         return LinkLost(f"{self._peer} at {self._address}: {explain(details or str(code))}")
 
     def close(self, error: PeerError | None = None) -> None:
@@ -254,11 +252,8 @@ def caller(context: Any) -> Caller:
 
 async def refuse(context: Any, error: PeerError) -> None:
     """End an accepted call with the reason, for the dialing side's log. Never returns normally."""
-    codes: tuple[tuple[type[PeerError], grpc.StatusCode], ...] = (
-        (RedundantDial, _REDUNDANT),
-        (DuplicateInstance, _DUPLICATE),
-    )
-    code = next((code for kind, code in codes if isinstance(error, kind)), grpc.StatusCode.FAILED_PRECONDITION)
+    codes = (code for code, kind in _REFUSALS.items() if isinstance(error, kind))
+    code = next(codes, grpc.StatusCode.FAILED_PRECONDITION)
     await context.abort(code, str(error)[:1024].encode("ascii", "backslashreplace").decode())
 
 
