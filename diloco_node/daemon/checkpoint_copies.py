@@ -72,8 +72,7 @@ class CheckpointCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopyState:
-    """A version under a URL. checkpoint: None: half a copy, or one that can't be read. lack: why; empty if
-    it is whole."""
+    """A version under a URL. checkpoint: None: it can't be read. lack: why it is not whole; empty if it is."""
 
     version: int
     checkpoint: CheckpointCopy | None
@@ -150,8 +149,7 @@ class CheckpointCopies:
         )
 
     def read(self, checkpoint: CheckpointCopy) -> tuple[list[F32], list[F32]]:
-        """Parameters and momentum per fragment, each shape (n,), float32. Raises StorageError: an object has other
-        bytes, or is gone."""
+        """Parameters and momentum per fragment, each shape (n,), float32. Raises StorageError: as `fragment`."""
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             pairs = list(pool.map(lambda fragment: self.fragment(checkpoint, fragment), _fragments(checkpoint)))
         return [theta for theta, _ in pairs], [momentum for _, momentum in pairs]

@@ -108,8 +108,7 @@ class Daemon:
         self.learner_process: dict[str, Any] = {}
 
     async def run(self) -> int:
-        """Start, serve, stop; the exit code. Raises DilocoError: it could not start (its `exit_code` says why), or
-        broke."""
+        """Start, serve, stop; the exit code. Raises DilocoError: it could not start (which `exit_code`), or broke."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -192,8 +191,7 @@ class Daemon:
         self.end()
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the process. error: None: the run is over, or somebody asked for it. Else what a task, an effect or the
-        core raised and never should, or that a newer process of this region runs."""
+        """End the process. error: what a task, an effect or the core should never raise; None: it is needed no more."""
         if error is not None:
             log.error("ends", region=self.spec.region, error=repr(error))
         if self._ended is None or self._ended.done():

@@ -85,8 +85,7 @@ class WitnessBucket:
             ) from error
 
     def close(self, run_id: str) -> None:
-        """Put an empty object in its place, which has no vote; that of another run stays. Raises StoreRefused: somebody
-        has just written it."""
+        """Put an empty object, without a vote, in this run's place. Raises StoreRefused: it has just been written."""
         if self._record is None or self.record is None or self.record.run_id != run_id:
             return
         time.sleep(QUIET_NS / NS_PER_S)  # a region that goes on with it writes it meanwhile
@@ -168,8 +167,7 @@ def _read(
 
 
 def _loss(region: str, roster: Roster, recovery: Recovered, bucket: WitnessBucket) -> str:
-    """Say what the witness holds and this region can't get; empty: nothing that counts. Raises ConfigError: it can get
-    all of it."""
+    """Say what the witness holds and this region can't get; or empty. Raises ConfigError: it can get all of it."""
     records = (record for record in (bucket.record, bucket.before) if record is not None)
     record = next((record for record in records if record.disk == roster.disks[roster.witness]), None)
     if record is None:

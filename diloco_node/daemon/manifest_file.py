@@ -31,8 +31,7 @@ def as_document(manifest: Manifest) -> dict[str, Any]:
 
 
 def manifest_of(document: Mapping[str, Any]) -> Manifest:
-    """The manifest of `as_document`, laid out again. Raises DilocoError and what Python raises for a document that is
-    none."""
+    """The manifest of `as_document`. Raises DilocoError and what Python raises for a document that is none."""
     tensors = [TensorSpec(name, tuple(shape), MergeRule(merge)) for name, shape, merge in document["tensors"]]
     manifest = build_manifest(tensors, document["fragments"])
     if manifest.digest != document["digest"]:

@@ -198,8 +198,7 @@ class Node:
         self.runtime.spawn(self._keep_counters(), "counters")
 
     async def drain(self, stop_s: float) -> None:
-        """Tell the others that this region stops, and hand leadership over: they get DRAIN_SHARE of `stop_s` to
-        elect."""
+        """Tell the others that this region stops, and hand leadership over within DRAIN_SHARE of `stop_s`."""
         for effect in self.core.hand_over(now_ns=self.runtime.now_ns()):
             self.effects.perform(effect)
         if self.core.liveness.alive(now_ns=self.runtime.now_ns()):

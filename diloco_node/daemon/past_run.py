@@ -116,8 +116,7 @@ def find_past(
 
 
 def check_past_init(init: str | Path) -> None:
-    """Check, without computing, that the version that `run.init` names, if any, can be had. Raises ConfigError: what
-    can be."""
+    """Check that the version that `run.init` names, if any, can be had. Raises ConfigError: what can be had."""
     past = past_of(init)
     if past is not None:
         place, version = past

@@ -50,8 +50,7 @@ def importing() -> Iterator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc, before other threads start; False: the C library has no `mallopt`. Threads share an arena, and so
-    what they free."""
+    """Tell glibc, before other threads start; False: there is none. All threads share an arena, and what they free."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):

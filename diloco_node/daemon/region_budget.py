@@ -69,8 +69,7 @@ def changed_plan(plan: BudgetPlan, document: Mapping[str, Any], peers: Collectio
 
 
 def plan_of_file(path: Path, region: str) -> tuple[BudgetPlan, str]:
-    """The budget that run.toml and the environment have for a region now, and what set it, in words. Raises
-    ConfigError."""
+    """The budget of run.toml and the environment for a region now, and what set it. Raises ConfigError."""
     from diloco_node.config.resolve import load_config
     from diloco_node.config.sources import ENV_PREFIX
 

@@ -98,8 +98,7 @@ class RoundLog:
         return None if self._committed_ns is None else (self._now_ns() - self._committed_ns) / NS_PER_S
 
     def usual_commit_s(self) -> float | None:
-        """Seconds that usually lie between two commits of rounds that were seen open; None while fewer than three
-        were."""
+        """Seconds that usually lie between two commits of rounds that were seen open; None: too few were."""
         return median(self._gaps_ns) / NS_PER_S if len(self._gaps_ns) > 1 else None
 
     def observe(self, event: ev.Event, effects: Sequence[ev.Effect]) -> None:

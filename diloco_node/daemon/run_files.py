@@ -47,8 +47,7 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: Path) -> RunFiles:
-        """Read a folder. Raises ConfigError, StorageError: what is missing, damaged, or of another run, and what to
-        do."""
+        """Read a folder. Raises ConfigError, StorageError: it lacks something, or is damaged; what to do."""
         spec = NodeSpec.load(folder / NODE_NAME)
         manifest = load_manifest(folder)
         if manifest is None:

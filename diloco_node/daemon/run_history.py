@@ -152,8 +152,7 @@ class RunHistory:
         return {"columns": list(COLUMNS), "period_s": self.period_s, "rows": points, "marks": self._marks}
 
     def save(self) -> None:
-        """Bring the file up to date, not at the same time as `take`; a disk that refuses is no reason to stop
-        training."""
+        """Bring the file up to date, not at the same time as `take`. A disk may refuse: training goes on."""
         fresh, self._unwritten = self._unwritten, []
         try:
             if self._is_whole:
@@ -181,8 +180,7 @@ def line_of(mark: Mark) -> str:
 
 
 def read_history(folder: Path, *, sample_s: float = SAMPLE_S) -> tuple[float, list[Point]]:
-    """(period, points) of a region's file; none if it is missing, too large or of another form. Lines cut off are left
-    out."""
+    """(period, points) of a region's file, without lines cut off; none where it is missing, or another."""
     rows = _rows(folder)
     period_s = next((_number(row.get("period_s")) for row in rows[:1]), None) or 0.0
     points = [[_number(row.get(name)) for name in ALL_COLUMNS] for row in rows if "mark" not in row]

@@ -65,8 +65,7 @@ class RunRecord:
             )
 
     def check_model(self, state_dir: Path, digest: str, *, is_listed: bool) -> None:
-        """Refuse a model that is not the run's. is_listed: the learner lists it, for manifest.json is gone. Raises
-        ConfigError."""
+        """Refuse a model that is not the run's. is_listed: by the learner, not manifest.json. Raises ConfigError."""
         if digest == self.genesis.manifest_digest:
             return
         path = state_dir / MANIFEST_NAME
@@ -93,8 +92,7 @@ def run_record(base: LedgerBase, entries: Sequence[Entry], fragments: int) -> Ru
 
 
 def read_run_record(state_dir: Path) -> RunRecord | None:
-    """The record in a ledger; None: none, or damaged: the daemon mends that. Raises SupersededError: another
-    version's."""
+    """The record in a ledger; None: none, or a damaged one. Raises SupersededError: another version's."""
     reader = LedgerReader(state_dir)
     try:
         reader.read()  # first: nothing of another version's folder is judged, nor set aside
@@ -144,8 +142,7 @@ def is_complete(state_dir: Path, record: RunRecord | None) -> bool:
 
 
 def set_final_aside(state_dir: Path) -> None:
-    """Set what the last end of a run that goes on has left aside: its model as `final-N.safetensors`. Raises
-    StorageError."""
+    """Rename what the last end of a run that goes on has left, or remove it. Raises StorageError."""
     paths = (state_dir / f"final-{number}.safetensors" for number in count(1))
     final = state_dir / FINAL_NAME
     try:

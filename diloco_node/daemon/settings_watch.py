@@ -19,8 +19,7 @@ ORIGIN: Final = "the run's ledger"
 
 
 def settings_order(document: Mapping[str, Any], settings: RunSettings) -> tuple[EntryOrdered, list[str]]:
-    """The order in a request, {"set": ["rounds.sync_every=32", ...]}, and its changes, with both values. Raises
-    ConfigError."""
+    """The order in a request, {"set": ["rounds.sync_every=32", ...]}, and its changes. Raises ConfigError."""
     from diloco_node.config.ledger_settings import changed_settings  # brings pydantic
 
     words = document.get("set")

@@ -42,8 +42,7 @@ def limit_to_kill_s() -> float:
 
 
 class StopDeadline:
-    """Ends the process, with exit code `code`, when all that follows `arm` takes longer; by a thread: the loop may be
-    stuck."""
+    """Ends the process, with exit code `code`, when all after `arm` takes longer; in a thread: the loop may hang."""
 
     def __init__(self, region: str) -> None:
         self.code = 1

@@ -442,8 +442,7 @@ def _read_range(descriptor: int, stop: int) -> bytes:
 
 
 def _has_frame(data: bytes, start: int, number_min: int) -> bool:
-    """Whether the head of a frame with such a number or a higher one is there: then no frame before it is merely
-    torn."""
+    """Whether the head of a frame with this number or a higher one is there: no frame before it is torn then."""
     at = data.find(_FRAME_MAGIC, start)
     while at >= 0:
         head = data[at : at + _FRAME_HEAD_BYTES]

@@ -224,16 +224,14 @@ class RegionStore:
     # ---- states ----
 
     def store_state(self, fragment: int, version: int, theta: F32, momentum: F32, digest: bytes) -> None:
-        """Write parameters and momentum of a fragment, shape (n,), float32, durably. digest: not checked here. Raises
-        StorageError."""
+        """Write parameters and momentum, shape (n,), float32, durably; the digest unchecked. Raises StorageError."""
         if theta.shape != momentum.shape:
             raise ValueError(f"parameters {theta.shape} and momentum {momentum.shape} of fragment {fragment}")
         path = self._states / tensor_files.state_name(fragment, version)
         tensor_files.write_state(path, theta, momentum, fragment=fragment, version=version, digest=digest)
 
     def read_state(self, fragment: int, version: int) -> tuple[F32, F32]:
-        """Parameters and momentum, each shape (n,), float32, owned by the caller. Raises StorageError, as
-        `read_payload`."""
+        """Parameters and momentum, each shape (n,), float32, the caller's. Raises as `read_payload`."""
         _, content = self._read(self._states / tensor_files.state_name(fragment, version))
         theta, momentum = np.split(content.view(np.float32), 2)
         return theta, momentum

@@ -85,8 +85,7 @@ class ChildExited:
 
 
 class ChildLog:
-    """A process's log file with a size limit, for one reader thread at a time. tail: its last TAIL_BYTES of
-    this life."""
+    """A log file with a size limit, for one reader thread at a time. tail: its last TAIL_BYTES of this life."""
 
     def __init__(self, path: Path, is_echoing: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -301,8 +300,7 @@ class Child:
 
 
 def reap_strangers(own: Collection[int]) -> None:
-    """Reap zombies that are children of this process but none of `own`: the first process of a container inherits the
-    orphans of all others there."""
+    """Reap zombies that are children of this process but none of `own`: a container's orphans come to it."""
     with contextlib.suppress(OSError):
         for folder in Path("/proc").iterdir():
             if folder.name.isdecimal() and int(folder.name) not in own:

@@ -268,8 +268,7 @@ class _Supervisor:
         return self._child_exited(event.child, event.code)
 
     def _look_at_daemon(self, now_s: float) -> list[float]:
-        """Tell the service manager once that it is up, and that this process lives; have it read its settings again.
-        When to come again."""
+        """Tell the service manager that it is up, and that this process lives; pass SIGHUP on. When to look next."""
         is_awaited = not self._is_ready or self._wants_reload
         is_up = is_awaited and self._daemon.is_running and (self._spec.state_dir / ADMIN_PORT_NAME).exists()
         if is_up and self._wants_reload:

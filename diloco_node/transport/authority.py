@@ -153,8 +153,7 @@ def renew_authority(folder: Path, *, now: dt.datetime | None = None) -> list[str
 
 
 def drop_old_authority(folder: Path) -> list[str]:
-    """Trust the newest authority only; the regions that get the new `ca.pem`. Raises ConfigError: a certificate is by
-    an older one."""
+    """Trust the newest authority only; the regions that get its `ca.pem`. Raises ConfigError: not possible yet."""
     authority = _load_authority(folder, None)
     newest, *older = authority.certificates
     if not older:

@@ -131,8 +131,7 @@ class Bundle:
         self._timer = loop.call_later(min(LOOK_S, WRITE_S), self._check)
 
     def _check(self) -> None:
-        """A write may be overdue. One timer looks at all: one for each would cost more than the frame does
-        otherwise."""
+        """A write may be overdue. One timer looks at all: one for each would cost more than the frame does."""
         assert self._timer is not None
         look_s, self._timer = self._timer.when(), None
         if not self._due_s:

@@ -71,8 +71,7 @@ class Credentials:
         return ""
 
     def link_fault(self, certificates: Iterable[Certificate], *, is_renewed: bool) -> str:
-        """Say why a link made with these certificates may not go on; empty if it may. is_renewed: ours is another
-        since."""
+        """Say why a link with these certificates may not go on; empty: it may. is_renewed: ours is another."""
         for certificate in certificates:
             if why := self.fault(certificate):
                 return why

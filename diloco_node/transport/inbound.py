@@ -90,8 +90,7 @@ class BulkInbound:
         return bool(self._open) or self.waiting > 0
 
     async def feed(self, frame: bytes, connection: int = 0) -> None:
-        """Take one frame, when those before it are there and a thread is free. Raises ProtocolViolation,
-        PayloadCorrupt."""
+        """Take one frame, when those before it are there. Raises ProtocolViolation, PayloadCorrupt."""
         if self._failure is not None:
             raise self._failure
         message = decode_bulk(frame)

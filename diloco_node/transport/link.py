@@ -347,8 +347,7 @@ class PeerLink:
                 del self.accepted[key]
 
     async def _accept_more(self, hello: Hello, stream: AcceptedStream) -> PeerError | None:
-        """Take a further bulk connection of the session. Until the peer uses it, a greeting that fails costs
-        nothing."""
+        """Take a further bulk connection of the session; a greeting that fails costs nothing until it is used."""
         session = self.session
         if not 0 < hello.connection < TRANSFER_CONNECTIONS_MAX:
             raise ProtocolViolation(

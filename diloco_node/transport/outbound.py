@@ -102,8 +102,7 @@ class _Transfer:
 
 
 class BulkOutbound:
-    """Transfers to one peer over one link. `transfer` from any task; `run` in one task; `close` when the
-    link is gone."""
+    """Transfers to one peer over one link. `transfer` from any task; `run` in one; `close` when the link is gone."""
 
     def __init__(self, peer: str, stream: Stream, executor: Executor, pacer: Pacer) -> None:
         self._peer = peer

@@ -220,8 +220,7 @@ class Session:
         return self._has_run and silent_s < ALIVE_PINGS * self._env.times.ping_s
 
     async def run(self) -> PeerError:
-        """Carry frames both ways until one stream fails or `drop` is called. Returns why it ended. Raises Exception: a
-        bug of ours."""
+        """Carry frames both ways until a stream fails or `drop` is called; why it ended. Raises Exception: our bug."""
         self._has_run = True
         self._received_s = self._bulk_received_s = asyncio.get_running_loop().time()
         self._env.pacer.link_up(self._peer)

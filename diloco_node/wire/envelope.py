@@ -187,8 +187,7 @@ def encode_hello(hello: Hello) -> bytes:
 
 
 def decode_hello(frame: bytes) -> Hello:
-    """Decode a first frame. Raises PeerIncompatible: another version's, whatever is in it. ProtocolViolation: no
-    hello."""
+    """Decode a first frame. Raises PeerIncompatible: another version's. ProtocolViolation: no hello."""
     if not frame or frame[0] != KIND_HELLO:
         raise ProtocolViolation("the first frame on a stream must be a hello")
     try:

@@ -82,8 +82,7 @@ class Schema(Generic[T]):
         return data
 
     def decode(self, data: bytes | memoryview) -> T:
-        """The message that the bytes hold. Raises ProtocolViolation: not exactly one well-formed message; names the
-        field."""
+        """The message that the bytes hold. Raises ProtocolViolation: not just one well-formed message; which field."""
         fields = self._unpack(data)
         if type(fields) is not list or not fields or type(fields[0]) is not int:
             raise ProtocolViolation("a message must be an array that begins with a tag")

@@ -25,8 +25,7 @@ Document = dict[str, Any]
 
 
 class LiveEvents:
-    """A `snapshot` first, then a `status` every `PERIOD_S`, of all regions, which raise nothing. viewers: a queue for
-    each."""
+    """A `snapshot`, then a `status` every `PERIOD_S`, of all regions; they raise nothing. viewers: a queue for each."""
 
     def __init__(self, snapshot: Callable[[], Awaitable[Document]], status: Callable[[], Awaitable[Document]]) -> None:
         self._snapshot = snapshot

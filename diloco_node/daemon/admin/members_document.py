@@ -59,8 +59,7 @@ class MemberDates:
         self._roster = roster
 
     def follow(self, roster: Roster, last_index: int, unix_s: Callable[[], float]) -> None:
-        """Date what is new in a roster, where its entry is new in a log that ends at `last_index`. unix_s: the wall
-        clock."""
+        """Date what is new in a roster, if its entry is new in a log with this end. unix_s: the wall clock."""
         if roster is self._roster:
             return
         before, self._roster = self._roster, roster
@@ -170,8 +169,7 @@ def _check_bucket(url: Any) -> None:
 
 
 def _check_new(region: str, address: Any, roster: Roster, addresses: Mapping[str, str | None]) -> None:
-    """Refuse a member that is there already, or has another's address. Raises ConfigError. address: "host:port"; empty:
-    nobody can dial it."""
+    """Refuse a member that is there, or has another's address (empty: nobody can dial it). Raises ConfigError."""
     from diloco_node.config.field_types import host_port_of  # brings pydantic, which the daemon else does without
 
     if (kind := roster.kind_of(region)) is not MemberKind.FORMER:

@@ -26,8 +26,7 @@ from diloco_node.numeric import F32
 
 @dataclass(slots=True, kw_only=True)
 class DiskEffects(EffectContext):
-    """Writes what must survive the process, again and again while the disk refuses. disk: one thread, for the ledger;
-    files: for the rest."""
+    """Writes what must survive the process until the disk takes it. disk: one thread, for the ledger."""
 
     init: str | None
     write_final_file: Callable[[dict[str, F32]], None]

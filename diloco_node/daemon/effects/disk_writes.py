@@ -35,8 +35,7 @@ class DiskWrites:
     refusals: dict[str, tuple[tuple[int, int], str]] = field(default_factory=dict, init=False)
 
     def summary(self) -> str:
-        """Say what the disk does not take now; empty: nothing. The first that waits for each disk and reason comes
-        first."""
+        """Say what the disk does not take now, the first for each disk and reason at first; empty: nothing."""
         first = {disk: subject for subject, (disk, _) in reversed(self.refusals.items())}.values()
         subjects = sorted(self.refusals, key=lambda subject: subject not in first)
         texts = [f"{subject}: {self.refusals[subject][1]}" for subject in subjects]
@@ -44,8 +43,7 @@ class DiskWrites:
         return "; ".join(texts[:REFUSALS_SHOWN]) + (f"; and {more:,} more files" if more > 0 else "")
 
     async def until_written(self, subject: str, executor: Executor, write: Callable[[], T]) -> T:
-        """Call `write` in a thread until the disk takes it; what it returned. subject: its name, for people. Raises
-        LedgerLost, LedgerGone."""
+        """Call `write` in a thread until the disk takes it; what it returned. Raises LedgerLost, LedgerGone."""
         tries = 0
         while True:
             try:

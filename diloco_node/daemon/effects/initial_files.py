@@ -92,8 +92,7 @@ class StoredTensor:
 
 
 def check_initial(path: Path) -> None:
-    """Look at what `run.init` names, before a model is known. Raises ConfigError: it is not whole; says what to
-    give."""
+    """Look at what `run.init` names, before a model is known. Raises ConfigError: it is not whole."""
     for tensor in list_tensors(path).values():
         tensor.check_place()
 
@@ -135,8 +134,7 @@ def read_initial(path: Path, manifest: Manifest) -> list[F32]:
 
 
 def list_tensors(path: Path) -> dict[str, StoredTensor]:
-    """By name what a file, the shards of an index, or a folder's files hold, from their headers alone. Raises
-    ConfigError."""
+    """By name what a file, an index's shards, or a folder's files hold, by their headers. Raises ConfigError."""
     try:
         if path.is_dir():
             path = _in_folder(path)

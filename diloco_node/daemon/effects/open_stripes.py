@@ -114,8 +114,7 @@ class StripeTable:
     def keep_merged(
         self, ballot: Ballot, stripe: int, fragment: int, version: int, merged_stripe: MergedPart, *, limit_bytes: int
     ) -> bool:
-        """Keep a merged stripe; False if its sender sent one already: what was said of that holds. limit_bytes: of the
-        sender."""
+        """Keep a merged stripe; False if its sender sent one: that holds. limit_bytes: of the sender."""
         table = self._open(fragment, version).merged
         if (ballot, stripe, merged_stripe.sender) in table:
             return False

@@ -18,8 +18,7 @@ from diloco_node.numeric import U8
 
 @dataclass(slots=True, kw_only=True)
 class VersionEffects(EffectContext):
-    """Brings fragments to their next versions, in the learner's area if a slot is free; checkpoints each few of
-    them."""
+    """Brings fragments to their next versions, in the learner's area if a slot is free, and to the disk."""
 
     checkpoint_versions: int
     table: StripeTable
@@ -43,8 +42,7 @@ class VersionEffects(EffectContext):
                 self.post(ev.CheckpointWritten(fragment, *checkpoint))
 
     async def _payload_parts(self, body: RoundBody) -> tuple[list[U8], bool]:
-        """The committed payload by stripes, from memory if it is the very one, else from disk; whether all
-        was checked."""
+        """The committed payload by stripes, from memory if it is there, else from disk; whether it was checked."""
         stripes = self.table.payload(body.ballot, body.fragment, body.version, body.stripes)
         if payload_digest([stripe.digest for stripe in stripes]) == body.payload_digest:
             return [stripe.encoded for stripe in stripes], True

@@ -24,8 +24,7 @@ log = structlog.get_logger(part="learner")
 
 
 class Admission:
-    """Remembers who was let in last, on disk for the next daemon, too. disk: one thread: later writes come after
-    that."""
+    """Remembers who was let in last, on disk for the next daemon, too. disk: one thread: later writes come later."""
 
     def __init__(self, state_dir: Path, disk: Executor) -> None:
         self._state_dir = state_dir

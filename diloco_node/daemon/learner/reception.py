@@ -107,8 +107,7 @@ class Reception:
         return f"what it says of itself can't be: {fault}" if fault else ""
 
     def compare_models(self, differences: Mapping[str, str]) -> None:
-        """Refuse the learner while so few regions have its model that the run can't begin. differences: by region, how
-        it differs."""
+        """Refuse the learner while so few regions have its model that no run can begin. differences: by region."""
         regions, before = len(self._spec.regions), self._model_fault
         is_possible = self._core.history.genesis is not None or 2 * (regions - len(differences)) > regions
         self._model_fault = ""

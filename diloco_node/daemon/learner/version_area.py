@@ -93,8 +93,7 @@ class VersionArea:
         return offer is not None and offer.version == version
 
     def release(self, fragment: int, version: int, base_slot: int) -> None:
-        """The learner has taken a version: the next may be offered. base_slot: where its base is now, if it was offered
-        that."""
+        """The learner has taken a version: the next may be offered. base_slot: where its base is now."""
         offer = self._offered.get(fragment)
         if offer is None or version < offer.version or fragment not in self._lent_slots:
             return

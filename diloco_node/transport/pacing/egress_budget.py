@@ -174,8 +174,7 @@ class EgressBudget:
         return True
 
     def request(self, peer: str, lane: BudgetLane, handed_bytes: int, urgency: tuple[int, ...], *, now_ns: int) -> None:
-        """Have a piece wait for its turn; handed_bytes: as the link gets it. lane: not CONTROL. urgency: the smallest
-        goes first."""
+        """Have a piece of so many bytes for the link wait, not in lane CONTROL. urgency: the smallest goes first."""
         waiting = self._peers[peer].waiting
         assert lane is not BudgetLane.CONTROL
         assert lane not in waiting, f"a piece for {peer} waits in lane {lane.name} already"

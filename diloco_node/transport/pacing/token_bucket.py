@@ -96,8 +96,7 @@ class TokenBucket:
         return True
 
     def charge(self, size_bytes: int, *, now_ns: int) -> int:
-        """Count bytes that nobody asked for. Returns for how many ns the bucket is in debt by that, DEBT_NS_MAX at
-        most; 0: it is not."""
+        """Count bytes that nobody asked for. Returns for how many ns the bucket is in debt, DEBT_NS_MAX at most."""
         self._accrue(now_ns)
         if self.rate_bytes_per_s is None:
             return 0
