@@ -57,10 +57,7 @@ class MergedModel:
 
 
 def read_merged(folder: Path) -> MergedModel:
-    """Read a region's folder.
-
-    Raises ConfigError: a file is none of ours. StorageError: something is missing or damaged.
-    """
+    """Read a region's folder. Raises ConfigError, StorageError: a file is missing, damaged, or none of ours."""
     manifest = load_manifest(folder)
     if manifest is None:
         raise StorageError(f"{folder} has no {MANIFEST_NAME}: the region never learnt its model")

@@ -152,10 +152,7 @@ class Parameters:
 
 
 def join_fragments(manifest: Manifest, vectors: Sequence[F32]) -> dict[str, F32]:
-    """Tensors by name, float32, shaped; not to be changed: only one that is cut is a copy.
-
-    vectors: per fragment its values, shape (n,), float32.
-    """
+    """Tensors by name, float32, shaped, of vectors by fragment, shape (n,); views, but for those that are cut."""
     tensors = [np.empty(spec.size, np.float32) for spec in manifest.tensors]  # no page of it is touched yet
     for fragment, vector in zip(manifest.fragments, vectors, strict=True):
         for piece in fragment.pieces:

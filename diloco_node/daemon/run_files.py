@@ -105,10 +105,7 @@ def read_ledger(folder: Path, fragments: int) -> tuple[RunSummary | None, tuple[
 
 
 def final_model(folder: Path, fragments: int) -> tuple[bool, tuple[int, ...]]:
-    """Whether a folder has the final model of a run that did not go on there, and its versions.
-
-    No versions: the ledger can't be read.
-    """
+    """Whether a folder has the final model of a run that is over there, and its versions; none: no ledger says."""
     if not (folder / FINAL_NAME).is_file():
         return False, ()
     ledger = read_ledger(folder, fragments)

@@ -142,10 +142,8 @@ async def _check(parameters: Parameters, fragment: FragmentReplay) -> list[Diges
 def read_past(
     folders: Sequence[Path], *, version: int | None = None, step: int | None = None
 ) -> tuple[RunFiles, PastVersion, Parameters]:
-    """Compute an earlier version, as for `find_past`; the folder that it comes from, the version, its parameters.
-
-    Raises ConfigError: it can't be had. StorageError: a file is damaged, or gives other bytes than the ledger names.
-    """
+    """Compute an earlier version, as for `find_past`; its folder, version and parameters. Raises ConfigError: it can't
+    be had. StorageError: a file is damaged, or gives other bytes than the ledger names."""
     tries = TRIES
     while True:
         run, past = find_past(folders, version=version, step=step)

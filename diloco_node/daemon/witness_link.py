@@ -311,10 +311,7 @@ class WitnessLink:
     async def _remove(
         self, place: _WitnessPlace, hashes: frozenset[bytes], find_orphans: Callable[[], frozenset[str]] = frozenset
     ) -> None:
-        """Remove what nobody needs. After one that can't be removed all stay, and are orphans soon.
-
-        None of them is put there meanwhile.
-        """
+        """Remove what nobody needs, nor puts there. After one that can't be removed all stay: orphans soon."""
         for entry_hash in hashes:
             place.stored.pop(entry_hash, None)
         place.uploads |= hashes

@@ -83,10 +83,7 @@ class VoteFile:
         return self._path.exists()
 
     def open(self, *, is_new: bool) -> None:
-        """Read it, or begin it if the folder is new.
-
-        Raises StorageError: damaged, unreadable, or missing although the ledger has begun.
-        """
+        """Read it, or begin it if the folder is new. Raises StorageError: damaged, or gone where the ledger is not."""
         try:
             data = self._path.read_bytes()
         except FileNotFoundError as error:

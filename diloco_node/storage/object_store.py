@@ -91,10 +91,7 @@ def bucket_scheme(url: str) -> str:
 
 
 class FolderObjects:
-    """Files below a folder, by keys as "v00000120/f000.bin". All methods raise StorageError.
-
-    place: as it was named, for messages.
-    """
+    """Files below `place`, by keys as "v00000120/f000.bin". All methods raise StorageError."""
 
     def __init__(self, folder: Path) -> None:
         self.place = str(folder)

@@ -99,10 +99,7 @@ class StripeTable:
     def keep_contribution(
         self, version: int, contribution: Contribution, block_start: int, block_stop: int, body: U8, *, limit_bytes: int
     ) -> None:
-        """Keep a stripe of a contribution to a round, which makes `version`.
-
-        limit_bytes: what this learner may have here for the round.
-        """
+        """Keep a stripe of a contribution to the round of `version`. limit_bytes: of its learner, for the round."""
         contributions = self._open(contribution.fragment, version).contributions
         key = _key(contribution, block_start, block_stop)
         contributions.pop(key, None)  # what came again is the newest
