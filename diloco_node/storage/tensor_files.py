@@ -103,7 +103,7 @@ def write_state(path: Path, theta: F32, momentum: F32, *, fragment: int, version
 
 
 def read_header(path: Path) -> TensorHeader:
-    """Read the header, checked with the file's name and size. Raises DamagedFile; StorageError: not now."""
+    """Read the header, checked with the file's name and size. Raises DamagedFile. StorageError: it can't be read."""
     try:
         with path.open("rb") as file:
             return _checked_header(path, file)

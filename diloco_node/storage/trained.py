@@ -118,7 +118,7 @@ def _encode(steps: int, tokens: int) -> bytes:
 
 
 def _decode(raw: bytes) -> tuple[int, int] | None:
-    """Decode a count that `_encode` encoded and the ledger takes, for a learner can reach it; None: damage."""
+    """Decode a count that `_encode` encoded, and that a learner can reach: the ledger refuses others. None: damage."""
     if len(raw) != _FILE_BYTES:
         return None
     steps, tokens = _COUNTERS.unpack_from(raw)
@@ -126,7 +126,7 @@ def _decode(raw: bytes) -> tuple[int, int] | None:
 
 
 def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None, *, is_durable: bool = False) -> Trained:
-    """Bring an incarnation's file up to the memory, durably. is_durable: it is. Raises as `read_trained`."""
+    """Bring an incarnation's file up to the memory, durably. is_durable: the file is. Raises as `read_trained`."""
     path = _counter_path(state_dir, incarnation)
     with _lock(path) as descriptor:
         raw = os.pread(descriptor, _FILE_BYTES + 1, 0)
