@@ -57,13 +57,12 @@ class CatchUp:
         ingress: int | None,
         now_ns: int,
     ) -> Note | None:
-        """Compare this region with the others; the line to log, when it falls behind for good, and when that ends.
+        """The line to log, when this region falls behind for good, and when that ends.
 
-        Args:
-            positions: per fragment, the versions that the learner of each region that is there has.
-            own_versions: per fragment, the version that is here; -1: none.
-            is_counted: this region's folder counts: it is no joiner.
-            bytes_in: received on all links since the start. ingress: the own budget, bytes per second.
+        positions: per fragment, the versions that the learner of each region that is there has. own_versions: those
+        here, or -1.
+        is_counted: this region's folder counts: it is no joiner. bytes_in: received since the start. ingress: own
+        budget, B/s.
         """
         was_hopeless, self.is_hopeless = self.is_hopeless, False
         for versions in positions:

@@ -48,10 +48,8 @@ class CheckpointCopy:
 
     Attributes:
         run: hash of the run's genesis, hexadecimal: two runs of one name differ in it.
-        region: that wrote it. written_at: UTC, ISO 8601, by that machine's clock.
-        version, versions, step, tokens: as in `PastVersion`.
-        digests: per fragment (`codec.digest.fragment_digest`), hexadecimal.
-        model: `[model]` of the trainer that the run had; for `export`.
+        region: that wrote it. written_at: UTC, ISO 8601. version, versions, step, tokens: as in `PastVersion`.
+        digests: per fragment, hexadecimal. model: `[model]` of the run's trainer; for `export`.
     """
 
     run_id: str
@@ -74,8 +72,7 @@ class CheckpointCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopyState:
-    """A version under a URL. checkpoint: None: half a copy, or one that can't be read. lack: why; empty if
-    it is whole."""
+    """A version under a URL. checkpoint: None: it can't be read. lack: why it is not whole; empty if it is."""
 
     version: int
     checkpoint: CheckpointCopy | None
@@ -131,10 +128,8 @@ class CheckpointCopies:
         return checkpoint
 
     def find(self, *, version: int | None = None, step: int | None = None) -> CheckpointCopy:
-        """Find the copy of a version, the newest one up to a step, or the newest one of all.
-
-        Raises ConfigError: it is not there, or not whole; names what is. StorageError: the store refuses.
-        """
+        """Find the copy of a version, the newest one up to a step, or the newest of all. Raises ConfigError: what is
+        there instead."""
         states = self.states()
         whole = {state.version: state.checkpoint for state in states if state.checkpoint and not state.lack}
         matches = [
@@ -154,19 +149,13 @@ class CheckpointCopies:
         )
 
     def read(self, checkpoint: CheckpointCopy) -> tuple[list[F32], list[F32]]:
-        """Parameters and momentum per fragment, each shape (n,), float32, with the digests that the copy names.
-
-        Raises StorageError: an object has other bytes, is gone, or the store refuses; names it.
-        """
+        """Parameters and momentum per fragment, each shape (n,), float32. Raises StorageError: as `fragment`."""
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             pairs = list(pool.map(lambda fragment: self.fragment(checkpoint, fragment), _fragments(checkpoint)))
         return [theta for theta, _ in pairs], [momentum for _, momentum in pairs]
 
     def faults(self, checkpoint: CheckpointCopy) -> list[str]:
-        """Read all of a copy and keep none of it: a line for each fragment that has other bytes, or is gone.
-
-        Raises StorageError: the store refuses.
-        """
+        """Read all of a copy and keep none of it: a line for each fragment that has other bytes, or is gone."""
 
         def fault(fragment: int) -> str:
             try:
@@ -193,10 +182,7 @@ class CheckpointCopies:
         )
 
     def check_run(self, run_id: str, run: str) -> list[CopyState]:
-        """Check that the place is free or of this run, and list what is there.
-
-        Raises ConfigError: copies of another run are there. StorageError: the store refuses.
-        """
+        """Check that the place has no other run's copies, and list what is there. Raises ConfigError, StorageError."""
         states = self.states()
         for state in states:
             if state.checkpoint is not None and state.checkpoint.run != run:

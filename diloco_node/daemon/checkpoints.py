@@ -190,12 +190,8 @@ def _payload_faults(files: RunFiles) -> Iterator[str]:
 
 
 def copy_faults(copies: CheckpointCopies, version: int | None) -> tuple[int, list[str]]:
-    """Read copies, all of them or that of a version, and compare all bytes with the digests that the run gave them.
-
-    Returns: how many objects were read, and a line for each that differs or is gone.
-
-    Raises ConfigError: there is no such copy. StorageError: the store refuses.
-    """
+    """Read copies, all or one version's; how many objects, and a line for each fault. Raises ConfigError,
+    StorageError."""
     if version is not None:
         checkpoint = copies.find(version=version)
         return len(checkpoint.versions), copies.faults(checkpoint)

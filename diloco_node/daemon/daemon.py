@@ -108,8 +108,7 @@ class Daemon:
         self.learner_process: dict[str, Any] = {}
 
     async def run(self) -> int:
-        """Start, serve, stop; the exit code. Raises DilocoError: it could not start (its `exit_code` says why), or
-        broke."""
+        """Start, serve, stop; the exit code. Raises DilocoError: it could not start (which `exit_code`), or broke."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -192,11 +191,7 @@ class Daemon:
         self.end()
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the process. error: None: the run is over, or somebody asked for it.
-
-        Else the core, an effect or a task raised what it never should, and a new process starts from the disk; or a
-        newer process of this region runs.
-        """
+        """End the process. error: what a task, an effect or the core should never raise; None: it is needed no more."""
         if error is not None:
             log.error("ends", region=self.spec.region, error=repr(error))
         if self._ended is None or self._ended.done():
@@ -341,8 +336,7 @@ class Daemon:
         }
 
     def not_ready_reason(self, document: Mapping[str, Any] | None = None) -> str:
-        """Name the learner first, in the status document or as of now: what it does not do is often why the
-        rest waits."""
+        """Why the region does not train. What the learner's process lacks comes first: the rest waits for it."""
         fault = learner_fault(self._facts() if document is None else document)
         reason = self._starting_reason if self.node is None else self.node.status.not_ready_reason()
         if fault is None:
@@ -452,10 +446,7 @@ class Daemon:
         self.running_node(f"expel {peer} from").expel(peer, is_lifted=False)
 
     def revoke(self, region: str, pem: str) -> str:
-        """Have the ledger revoke a certificate; the beginning of its fingerprint. Raises ConfigError.
-
-        pem: empty: the one that the region uses.
-        """
+        """Have the ledger revoke a certificate; the beginning of its fingerprint. pem: empty: the one in use."""
         if region != self.spec.region:
             self._check_peer(region)
         return self.running_node(f"revoke the certificate of {region} in").revoke(region, pem.encode())

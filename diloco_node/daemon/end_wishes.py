@@ -23,10 +23,8 @@ log = structlog.get_logger(part="disk")
 
 
 class EndWishes:
-    """Wishes for the run's end on disk. folder: the region's.
-
-    limits: steps and tokens of the run that this daemon was started for: a wish for another end is none.
-    """
+    """Wishes for the run's end on disk. limits: steps and tokens of the run of this daemon: a wish for another end is
+    none."""
 
     def __init__(self, folder: Path, limits: tuple[int, int]) -> None:
         self._path = folder / WISHES_NAME
@@ -40,10 +38,8 @@ class EndWishes:
         return [FinishRequested(reason, kind == "order") for kind, reason in sorted(self._reasons.items())]
 
     def save(self, wishes: Iterable[FinishRequested]) -> None:
-        """Have these on disk, and no others; durable when this returns, unless the disk refuses.
-
-        A power cut may bring back those that were removed: the end that they were for is in the ledger.
-        """
+        """Have these on disk, and no others, unless the disk refuses. A power cut may bring back removed ones: the end
+        that they were for is in the ledger."""
         reasons = {"order" if wish.is_order else "vote": wish.reason for wish in wishes}
         if reasons == self._reasons:
             return
@@ -71,12 +67,9 @@ def _read(path: Path, limits: list[int]) -> dict[str, str]:
             if document.get("limits") == limits:
                 return reasons
             if reasons:
-                is_old = "limits" not in document
-                cause = (
-                    "an earlier version did not note their limits"
-                    if is_old
-                    else "run.steps or run.tokens changed since"
-                )
+                cause = "run.steps or run.tokens changed since"
+                if "limits" not in document:
+                    cause = "an earlier version did not note their limits"
                 log.warning(
                     f"wishes for the end are dropped: {cause}; order the end again if it is still wanted", **reasons
                 )

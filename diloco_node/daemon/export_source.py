@@ -1,7 +1,6 @@
 """The merged model in a region's folder: the final one, each fragment's newest state on disk, or an earlier version.
 
-Reading only, so a daemon may run on the folder. In mid-run the fragments are of different versions, as they are in the
-run itself: a fragment is on disk every `checkpoint_versions` versions.
+Reading only, so a daemon may run on it. In mid-run the fragments are of different versions, as in the run itself.
 """
 
 from __future__ import annotations
@@ -58,10 +57,7 @@ class MergedModel:
 
 
 def read_merged(folder: Path) -> MergedModel:
-    """Read a region's folder.
-
-    Raises ConfigError: a file is none of ours. StorageError: something is missing or damaged.
-    """
+    """Read a region's folder. Raises ConfigError, StorageError: a file is missing, damaged, or none of ours."""
     manifest = load_manifest(folder)
     if manifest is None:
         raise StorageError(f"{folder} has no {MANIFEST_NAME}: the region never learnt its model")

@@ -24,10 +24,8 @@ LINGER_MAX_S: Final = 7200.0
 
 
 def write_final(state_dir: Path, tensors: dict[str, npt.NDArray[np.float32]]) -> None:
-    """Write the model, float32 by name, to `state_dir/final.safetensors`; durable when this returns.
-
-    Raises StorageError: the disk refused; the temporary file is gone again, if the disk allows that.
-    """
+    """Write the model, float32 by name, to `final.safetensors`; durable when this returns. Raises StorageError: nothing
+    half-written is left then, if the disk allows that."""
     target = state_dir / FINAL_NAME
     temporary = state_dir / f".{FINAL_NAME}.tmp"
     try:
@@ -46,10 +44,7 @@ class Linger:
     """Decides when a finished region may go. Times are seconds on one monotonic clock."""
 
     def __init__(self, needed_index: int, *, now_s: float, is_patient: bool = False) -> None:
-        """Every other region needs the ledger up to `needed_index` applied, which holds the end of the run.
-
-        With `is_patient` regions that lag are waited for without end.
-        """
+        """Every other region needs the ledger up to `needed_index`, the end of the run. is_patient: without a limit."""
         self._is_patient = is_patient
         self._needed_index = needed_index
         self._started_s = now_s
@@ -57,10 +52,8 @@ class Linger:
         self._seen: tuple[object, ...] = ()
 
     def is_over(self, applied_indexes: Iterable[int], *, learner_is_done: bool, serves: int, now_s: float) -> bool:
-        """Whether to go. applied_indexes: per other region the last ledger entry that it said it has applied.
-
-        learner_is_done: it has reported its last figures, or is gone. serves: transfers to regions that lack something.
-        """
+        """Whether to go. applied_indexes: per other region, as it said. learner_is_done: it has told its last figures,
+        or is gone. serves: transfers to regions that lack something."""
         lacking = tuple(index for index in applied_indexes if index < self._needed_index)
         if learner_is_done and not lacking:
             return True

@@ -80,11 +80,8 @@ def _json_line(logger: Any, name: str, event: structlog.typing.EventDict) -> str
 
 
 class PeerLines:
-    """A processor of structlog: lines with a `peer` that say the same as one of a moment ago are held back.
-
-    The next line about that peer says how many of each event there were. A link that comes and goes, or a peer that is
-    refused again and again, costs a line in ten seconds.
-    """
+    """A processor of structlog: lines with a `peer` that say the same as one of a moment ago are held back. The next
+    line about that peer counts them: a link that comes and goes costs a line in ten seconds."""
 
     def __init__(self) -> None:
         self._repeats: dict[str, Repeats] = {}

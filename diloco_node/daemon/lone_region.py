@@ -42,8 +42,7 @@ class LoneRegion:
     """The run as its folder has it.
 
     Attributes:
-        voters: before. leavers: the members but this region, sorted; they leave the run.
-        addresses: per member, as the ledger names it; empty: by run.toml.
+        voters: before. leavers: the other members, sorted. addresses: per member, by the ledger; empty: by run.toml.
         index: of the last entry that counts. versions: of the fragments' parameters there.
         loss: what the witness holds and this region can't get, in words; empty: nothing.
     """
@@ -86,8 +85,7 @@ class WitnessBucket:
             ) from error
 
     def close(self, run_id: str) -> None:
-        """Put an empty object in its place, which has no vote; that of another run stays. Raises StoreRefused: somebody
-        has just written it."""
+        """Put an empty object, without a vote, in this run's place. Raises StoreRefused: it has just been written."""
         if self._record is None or self.record is None or self.record.run_id != run_id:
             return
         time.sleep(QUIET_NS / NS_PER_S)  # a region that goes on with it writes it meanwhile
@@ -102,15 +100,11 @@ class WitnessBucket:
 def look_alone(folder: Path, region: str, ask: Callable[[str], WitnessBucket] = WitnessBucket) -> LoneRegion:
     """Say what `go_on_alone` would do, without changing anything; a daemon may run on the folder.
 
-    Args:
-        ask: opens the bucket of the witness, if there is one, by its URL.
+    ask: opens the bucket of the witness, if there is one, by its URL.
 
-    Raises:
-        ConfigError: the region has no vote, or lacks a state or payload; the run is over, or has not begun; nobody else
-            is a member; it can go on beside the witness. StorageError: the folder can't be read, or is damaged.
-            StoreRefused: the witness can't be read.
+    Raises ConfigError: why it can't be. StorageError, StoreRefused: the folder, or the witness, can't be read.
     """
-    return _read(folder, region, RegionStore(folder, is_read_only=True), ask).facts
+    return _read(folder, region, RegionStore(folder, is_read_only=True), ask)[1]
 
 
 def go_on_alone(
@@ -122,33 +116,23 @@ def go_on_alone(
 ) -> LoneRegion:
     """Remove all members but this region in its own ledger. It goes on when its daemon is started.
 
-    Args:
-        folder: its state folder. sign: a statement, with the key of the run's authority. ask: as `look_alone`.
+    folder: its state folder. sign: a statement, with the key of the run's authority. ask: as `look_alone`.
 
-    Raises:
-        ConfigError: as `look_alone`. StorageError: that, or a daemon runs on the folder, or it can't be written.
-        StoreRefused: as `look_alone`, or the witness was written meanwhile.
+    Raises as `look_alone`; StorageError: a daemon runs on the folder, too; StoreRefused: the witness was just written.
     """
     look_alone(folder, region, ask)  # a store that is opened for writing sets a damaged ledger aside
     with closing(RegionStore(folder)) as store:
-        ledger = _read(folder, region, store, ask)
-        entries = removals(ledger.recovery, region, lambda roster: sign(roster.statement(run_id)))
-        if ledger.bucket is not None:
-            ledger.bucket.close(run_id)
-        store.persist(ledger.recovery.term + TERMS_AHEAD, region, 0, entries)
-    return ledger.facts
+        recovery, facts, bucket = _read(folder, region, store, ask)
+        entries = removals(recovery, region, lambda roster: sign(roster.statement(run_id)))
+        if bucket is not None:
+            bucket.close(run_id)
+        store.persist(recovery.term + TERMS_AHEAD, region, 0, entries)
+    return facts
 
 
-@dataclass(frozen=True, slots=True)
-class _Ledger:
-    """The content of a folder."""
-
-    recovery: Recovered
-    facts: LoneRegion
-    bucket: WitnessBucket | None
-
-
-def _read(folder: Path, region: str, store: RegionStore, ask: Callable[[str], WitnessBucket]) -> _Ledger:
+def _read(
+    folder: Path, region: str, store: RegionStore, ask: Callable[[str], WitnessBucket]
+) -> tuple[Recovered, LoneRegion, WitnessBucket | None]:
     """Read a folder, and check that its region can go on alone. Raises as `look_alone`."""
     manifest = load_manifest(folder)
     if manifest is None:
@@ -179,16 +163,11 @@ def _read(folder: Path, region: str, store: RegionStore, ask: Callable[[str], Wi
     leavers = tuple(name for name in roster.disks if name != region)
     index = recovery.entries[-1].index if recovery.entries else base.index
     addresses = dict.fromkeys(roster.disks, "") | {name: roster.memberships[name].address for name in roster.names}
-    facts = LoneRegion(region, roster.voters, leavers, addresses, index, tuple(versions), loss)
-    return _Ledger(recovery, facts, bucket)
+    return recovery, LoneRegion(region, roster.voters, leavers, addresses, index, tuple(versions), loss), bucket
 
 
 def _loss(region: str, roster: Roster, recovery: Recovered, bucket: WitnessBucket) -> str:
-    """Say what the witness holds and this region can't get; empty: nothing that counts.
-
-    Raises:
-        ConfigError: the region can get all of it: with the witness it is a majority.
-    """
+    """Say what the witness holds and this region can't get; or empty. Raises ConfigError: it can get all of it."""
     records = (record for record in (bucket.record, bucket.before) if record is not None)
     record = next((record for record in records if record.disk == roster.disks[roster.witness]), None)
     if record is None:

@@ -31,10 +31,7 @@ def as_document(manifest: Manifest) -> dict[str, Any]:
 
 
 def manifest_of(document: Mapping[str, Any]) -> Manifest:
-    """The manifest of `as_document`, laid out again.
-
-    Raises DilocoError, ValueError, KeyError, TypeError, OverflowError: it is none, or lays out to another digest.
-    """
+    """The manifest of `as_document`. Raises DilocoError and what Python raises for a document that is none."""
     tensors = [TensorSpec(name, tuple(shape), MergeRule(merge)) for name, shape, merge in document["tensors"]]
     manifest = build_manifest(tensors, document["fragments"])
     if manifest.digest != document["digest"]:
@@ -43,10 +40,8 @@ def manifest_of(document: Mapping[str, Any]) -> Manifest:
 
 
 def load_manifest(state_dir: Path) -> Manifest | None:
-    """Return the manifest of `save_manifest`, laid out again; None on a fresh folder.
-
-    Raises DamagedFile: it is not what was written, or lays out to another digest. StorageError: the disk refuses.
-    """
+    """The manifest of `save_manifest`, laid out again; None on a fresh folder. Raises DamagedFile: it is not what was
+    written. StorageError: the disk refuses."""
     path = state_dir / MANIFEST_NAME
     try:
         data = path.read_bytes()
@@ -61,10 +56,7 @@ def load_manifest(state_dir: Path) -> Manifest | None:
 
 
 def recover_manifest(state_dir: Path) -> tuple[Manifest | None, str]:
-    """As `load_manifest`, but a damaged file is set aside and counts as missing; with what was wrong, empty if nothing.
-
-    Raises StorageError: the disk refuses.
-    """
+    """As `load_manifest`, but a damaged file is set aside and counts as missing; with what was wrong, or ""."""
     try:
         return load_manifest(state_dir), ""
     except DamagedFile as error:

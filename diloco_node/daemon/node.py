@@ -51,6 +51,7 @@ from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.credentials import fingerprint_text, pem_to_der
 from diloco_node.transport.intake import messages_per_s
 from diloco_node.transport.transport import GrpcTransport
+from diloco_node.wire.measure_messages import MeasureMessage, Probe
 from diloco_node.wire.run_shown import MemberShown, RunShown
 from diloco_node.wire.tensor_listing import pack_tensors
 
@@ -65,12 +66,11 @@ class Node:
     """A region, assembled. All methods run on the event loop.
 
     Attributes:
-        parameters: the model and its momentum. core: decides.
+        parameters: the model and its momentum. core: decides. effects: carry out what it orders.
         learner: the own one, as the core's effects see it. reception: takes its messages.
-        transport: links to the other regions. effects: carry out what the core orders.
+        transport: links to the other regions. witness: of the run, if it has one.
         measure: measures links, for an operator. status: what the region shows, of these and of `facts`.
         settings: of the run, for people. budget_watch: says when the budget is too small. catch_up: of a joiner.
-        witness: of the run, if it has one.
     """
 
     def __init__(self, runtime: NodeRuntime, manifest: Manifest, recovery: Recovered) -> None:
@@ -79,12 +79,7 @@ class Node:
         self.runtime = runtime
         self._spec = spec
         self.parameters = Parameters(
-            manifest,
-            spec.settings,
-            runtime.store,
-            threads.pool,
-            files=threads.files,
-            background=threads.background,
+            manifest, spec.settings, runtime.store, threads.pool, files=threads.files, background=threads.background
         )
         identity = load_identity(spec.identity_dir, region=spec.region, run_id=spec.run_id)
         self.core = RegionCore(
@@ -195,8 +190,7 @@ class Node:
         self.status = NodeStatus(self)
 
     async def start(self) -> None:
-        """Bind the port between regions and start the core's clockwork. Raises BindError, IdentityError,
-        StorageError."""
+        """Bind the port and start the core's clockwork. Raises BindError, IdentityError, StorageError."""
         await self.transport.start()
         self.pump.start()
         self._post_limits()
@@ -204,10 +198,7 @@ class Node:
         self.runtime.spawn(self._keep_counters(), "counters")
 
     async def drain(self, stop_s: float) -> None:
-        """Tell the others that this region stops, and hand leadership over: they get a moment to elect one of them.
-
-        stop_s: in which this process must end; DRAIN_SHARE of it is for the others.
-        """
+        """Tell the others that this region stops, and hand leadership over within DRAIN_SHARE of `stop_s`."""
         for effect in self.core.hand_over(now_ns=self.runtime.now_ns()):
             self.effects.perform(effect)
         if self.core.liveness.alive(now_ns=self.runtime.now_ns()):
@@ -372,23 +363,32 @@ class Node:
         await asyncio.sleep(2 * self._spec.settings.heartbeat_ns / NS_PER_S)
         self.runtime.end(None)
 
-    def control_arrived(self, peer: str, message: Message) -> None:
+    def control_arrived(self, peer: str, message: Message | MeasureMessage) -> None:
         """See TransportHandler."""
-        self.effects.control_arrived(peer, message)
+        if isinstance(message, MeasureMessage):
+            self.measuring.control_arrived(peer, message)
+        else:
+            self.effects.control_arrived(peer, message)
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """See TransportHandler."""
         if is_up:
             self.transport.other_models.pop(peer, None)
         self.effects.link_changed(peer, is_up=is_up)
+        self.measuring.link_changed(peer, is_up=is_up)
 
-    def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
+    def transfer_opened(self, peer: str, header: BulkHeader | Probe, raw_bytes: int) -> memoryview | None:
         """See TransportHandler."""
+        if isinstance(header, Probe):
+            return self.measuring.transfer_opened(peer, header, raw_bytes)
         return self.effects.transfer_opened(peer, header, raw_bytes)
 
-    def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
+    def transfer_closed(self, peer: str, header: BulkHeader | Probe, buffer: memoryview, *, is_whole: bool) -> None:
         """See TransportHandler."""
-        self.effects.transfer_closed(peer, header, buffer, is_whole=is_whole)
+        if isinstance(header, Probe):
+            self.measuring.transfer_closed(peer, header, buffer, is_whole=is_whole)
+        else:
+            self.effects.transfer_closed(peer, header, buffer, is_whole=is_whole)
 
     async def _save_counters(self, incarnation: int) -> None:
         await self.effects.disk.save_counters(incarnation, self.learner.counters)
@@ -415,8 +415,7 @@ class Node:
         self._order(EntryOrdered(DiskNamedBody(peer, b"" if is_lifted else EXPELLED), is_cut_off=not is_lifted))
 
     def change_members(self, document: Mapping[str, Any]) -> None:
-        """Have the ledger change a region's membership; this one hands over first if it leads. Raises ConfigError: why
-        not."""
+        """Have the ledger change a membership; a region hands over before it leaves. Raises ConfigError: why not."""
         addresses = {self._spec.region: self._spec.address, **self.transport.addresses}
         order = member_order(document, self.core.ledger.disks.roster, addresses)
         try:
@@ -436,10 +435,8 @@ class Node:
         return self.transport.credentials.identity.signature_fault(statement, signature)
 
     def revoke(self, region: str, pem: bytes) -> str:
-        """Have the ledger revoke a certificate of a region; the beginning of its fingerprint.
-
-        pem: empty: the one that the region has shown last. Raises ConfigError: it is not known, or can't be revoked.
-        """
+        """Have the ledger revoke a region's certificate, by default the one it showed last; the beginning of its
+        fingerprint. Raises ConfigError."""
         credentials = self.transport.credentials
         own = credentials.identity.certificate
         current = own if region == own.region else credentials.shown.get(region)

@@ -16,8 +16,7 @@ from diloco_node.storage.store import RegionStore
 class NodeRuntime:
     """Parts of the process that exist before the model is known, and outlive each node.
 
-    notes: takes decisions for the log and the status. now_ns: monotonic.
-    end: ends the process: with None when nobody needs it any more, else with the error that broke it.
+    now_ns: monotonic. end: ends the process; None: nobody needs it any more, else what broke it.
     """
 
     spec: NodeSpec

@@ -83,12 +83,7 @@ class Parameters:
             self.versions[fragment] = version
 
     async def apply(
-        self,
-        body: RoundBody,
-        bodies: Sequence[npt.NDArray[np.uint8]],
-        place: F32 | None,
-        *,
-        is_checked: bool = False,
+        self, body: RoundBody, bodies: Sequence[npt.NDArray[np.uint8]], place: F32 | None, *, is_checked: bool = False
     ) -> None:
         """The outer step of a committed round, stripe by stripe, in as many threads as there are cores to spare.
 
@@ -101,7 +96,7 @@ class Parameters:
         """
         fragment = body.fragment
         blocks = self.blocks[fragment]
-        factors = np.array(body.factors, np.float32)
+        factors, rates = np.array(body.factors, np.float32), (body.outer_lr, body.outer_momentum)
         async with self._locks[fragment]:
             assert self.versions[fragment] == body.version - 1, (fragment, self.versions[fragment], body.version)
             work = list(zip(body.stripes, bodies, strict=True))
@@ -113,20 +108,11 @@ class Parameters:
 
             def step(share: int) -> None:
                 for stripe, encoded_stripe in work[share::OUTER_THREADS]:
-                    span = blocks.value_slice(stripe.block_start, stripe.block_stop)
+                    ends = stripe.block_start, stripe.block_stop
+                    span = blocks.value_slice(*ends)
                     np.copyto(theta[span], before[span])
-                    kernels.outer_step(
-                        blocks,
-                        encoded_stripe,
-                        factors,
-                        body.outer_lr,
-                        body.outer_momentum,
-                        theta[span],
-                        momentum[span],
-                        stripe.block_start,
-                        stripe.block_stop,
-                        is_checked=is_checked,
-                    )
+                    vectors = theta[span], momentum[span]
+                    kernels.outer_step(blocks, encoded_stripe, factors, *rates, *vectors, *ends, is_checked=is_checked)
 
             shares = range(min(OUTER_THREADS, len(work)))
             size = sum(encoded_stripe.nbytes for encoded_stripe in bodies)
@@ -148,20 +134,11 @@ class Parameters:
             return self.versions[fragment]
 
     async def checkpoint(self, fragment: int) -> tuple[int, bytes]:
-        """Write the fragment's state to disk (fsync); returns the version written, and its digest. Raises
-        StorageError."""
+        """Write the fragment's state to disk; the version written, and its digest. Raises StorageError."""
         async with self._locks[fragment]:
-            version = self.versions[fragment]
-            digest = await in_thread(self._pool, fragment_digest, self.theta[fragment], self.momentum[fragment])
-            await in_thread(
-                self._files,
-                self._store.store_state,
-                fragment,
-                version,
-                self.theta[fragment],
-                self.momentum[fragment],
-                digest,
-            )
+            version, theta, momentum = self.versions[fragment], self.theta[fragment], self.momentum[fragment]
+            digest = await in_thread(self._pool, fragment_digest, theta, momentum)
+            await in_thread(self._files, self._store.store_state, fragment, version, theta, momentum, digest)
         return version, digest
 
     async def set_states_aside(self, fragment: int, version_min: int) -> None:
@@ -175,10 +152,7 @@ class Parameters:
 
 
 def join_fragments(manifest: Manifest, vectors: Sequence[F32]) -> dict[str, F32]:
-    """Tensors by name, float32, shaped; not to be changed: only one that is cut is a copy.
-
-    vectors: per fragment its values, shape (n,), float32.
-    """
+    """Tensors by name, float32, shaped, of vectors by fragment, shape (n,); views, but for those that are cut."""
     tensors = [np.empty(spec.size, np.float32) for spec in manifest.tensors]  # no page of it is touched yet
     for fragment, vector in zip(manifest.fragments, vectors, strict=True):
         for piece in fragment.pieces:

@@ -22,9 +22,7 @@ _RANGES_SHOWN: Final = 4
 class PastRun:
     """The versions that a region's folder can give back; a daemon may run on it.
 
-    Attributes:
-        files: as they were read. past: the versions that its ledger still has, in order, available or not.
-        reachable: those that can be computed from its files.
+    past: the versions that its ledger still has, in order, available or not. reachable: those that can be computed.
 
     Raises StorageError, ConfigError: the folder can't be read; says why.
     """
@@ -57,10 +55,7 @@ def _committed_entries(files: RunFiles) -> tuple[Entry, ...]:
 
 
 def read_runs(folders: Sequence[Path]) -> list[PastRun]:
-    """Read those of a run's folders that can be read.
-
-    Raises ConfigError: they are of several runs. StorageError: none can be read.
-    """
+    """Read those of a run's folders that can be read. Raises ConfigError, StorageError: of several runs; none."""
     runs, refusals = [], []
     for folder in folders:
         try:
@@ -121,10 +116,7 @@ def find_past(
 
 
 def check_past_init(init: str | Path) -> None:
-    """Check that the version that `run.init` names can be had, if it names one. Nothing is computed.
-
-    Raises ConfigError: it is gone, in the future, or the folder is none of a run; says what can be had.
-    """
+    """Check that the version that `run.init` names, if any, can be had. Raises ConfigError: what can be had."""
     past = past_of(init)
     if past is not None:
         place, version = past

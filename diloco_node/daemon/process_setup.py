@@ -1,9 +1,8 @@
 """Set-up of a daemon process, once and before anything else: garbage collector, memory of the C library, open files.
 
-Memory that a round frees stays in the process for the next round. A round takes and frees tens of megabytes: stripes,
-frames of 1 MiB, gRPC's slices. By default glibc gives blocks of that size back to the kernel, which clears every page
-again when the next round asks. In a transfer over TLS that was a seventh of the CPU time; page faults fell to a
-seventh.
+A round takes and frees tens of megabytes. By default glibc gives such blocks back to the kernel, which clears every
+page again when the next round asks: a seventh of the CPU time of a transfer over TLS. So the memory stays in the
+process.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ KEPT_BYTES_MAX: Final = 256 * 2**20
 GROWTH_BYTES: Final = 16 * 2**20
 
 DESCRIPTORS_MAX: Final = 65_536
-"""To which the limit of open files is raised where the system allows it. A daemon of 64 regions needs under a thousand;
-some systems allow a billion, and there are programs that walk through all of them."""
+"""To which the limit of open files is raised. A daemon of 64 regions needs under a thousand; some systems allow a
+billion, which some programs walk through."""
 
 DESCRIPTORS_LOW: Final = 512
 """Below so many a warning: half of them are for incoming connections, some for each peer and each open file."""
@@ -40,11 +39,8 @@ DESCRIPTORS_LOW: Final = 512
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import inside of this what the process stays with: the garbage collector never looks at it.
-
-    It would walk over it again and again: a seventh of the CPU time that the daemon's imports take. And each full walk
-    afterwards would hold the event loop for 70 ms.
-    """
+    """Import inside of this what the process stays with: the garbage collector never looks at it. That would take a
+    seventh of the imports' CPU time, and each full walk afterwards 70 ms of the event loop."""
     gc.disable()
     try:
         yield
@@ -54,10 +50,7 @@ def importing() -> Iterator[None]:
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc; before other threads are started. False where the C library is another one and knows no `mallopt`.
-
-    All threads share an arena: the event loop can use what a thread of the pool frees.
-    """
+    """Tell glibc, before other threads start; False: there is none. All threads share an arena, and what they free."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
@@ -66,19 +59,13 @@ def keep_freed_memory() -> bool:
     # Older ones refuse more than half of one of their heaps. Any setting freezes the threshold, so it must be ours.
     if not any(mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in (HEAP_BLOCK_BYTES_MAX, HEAP_BLOCK_BYTES_MAX // 2)):
         return False
-    settings = (
-        (_M_TRIM_THRESHOLD, KEPT_BYTES_MAX),
-        (_M_TOP_PAD, GROWTH_BYTES),
-        (_M_ARENA_MAX, 1),
-    )
+    settings = ((_M_TRIM_THRESHOLD, KEPT_BYTES_MAX), (_M_TOP_PAD, GROWTH_BYTES), (_M_ARENA_MAX, 1))
     return all([mallopt(name, value) == 1 for name, value in settings])  # noqa: C419 - each of them, whatever the others
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open files to the hard one, at most DESCRIPTORS_MAX; never lower it. Returns the limit.
-
-    The usual 1024 is for programs that use `select`: a daemon that meets it can write no payload.
-    """
+    """Raise the soft limit of open files to the hard one, at most DESCRIPTORS_MAX. Returns the limit: with the usual
+    1024 a daemon may be unable to write a payload."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = max(soft, min(hard if hard != resource.RLIM_INFINITY else DESCRIPTORS_MAX, DESCRIPTORS_MAX))
     if target != soft:

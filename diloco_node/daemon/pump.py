@@ -17,15 +17,12 @@ WAKE_SLACK_NS = 1_000_000
 class Pump:
     """Feeds events to the core and its effects to `perform`.
 
-    `post` may be called from the event loop only, also from inside `perform`: the event then waits its turn, so the
-    core never runs inside itself. The event queue is bounded by what can be in flight: effects with answers, links with
-    queues.
+    `post` is called on the event loop, also from inside `perform`: the event then waits, so the core never runs inside
+    itself. The queue is bounded by what can be in flight: effects with answers, links with queues.
 
-    Args:
-        perform: starts an effect. now_ns: monotonic, what the core's times are on.
-        on_fault: called with anything that core or `perform` raise but a PeerError. Half of what an event asks for may
-            not have been done then: the pump is closed, and who owns it should end.
-        observe: called with each event and its effects before these are performed; it changes nothing.
+    perform: starts an effect. now_ns: monotonic, what the core's times are on.
+    on_fault: takes what core or `perform` raise, but PeerErrors. An event may be half done then: the pump is closed.
+    observe: called with each event and its effects before these are performed; it changes nothing.
     """
 
     def __init__(

@@ -69,10 +69,7 @@ def changed_plan(plan: BudgetPlan, document: Mapping[str, Any], peers: Collectio
 
 
 def plan_of_file(path: Path, region: str) -> tuple[BudgetPlan, str]:
-    """The budget that run.toml and the environment have for a region now, and what set it, in words.
-
-    Raises ConfigError: the file is missing or wrong, or the region is not in it any more.
-    """
+    """The budget of run.toml and the environment for a region now, and what set it. Raises ConfigError."""
     from diloco_node.config.resolve import load_config
     from diloco_node.config.sources import ENV_PREFIX
 
@@ -120,11 +117,10 @@ class BudgetWatch:
         }
 
     def look(self, view: RegionView, budget: Mapping[str, Any], *, late_ns: int = 0) -> Note | None:
-        """Compare what is needed with what there is. In a thread: the search for what would fit takes a while.
+        """Compare what is needed with what there is; the line to log, when that begins, ends, or has another budget.
 
-        budget: as `Pacer.status` has it. late_ns: how late this process's timers are.
-
-        Returns: the line to log, when it begins, when the budget that it is about changes, and when it ends.
+        In a thread: the search for what would fit takes a while. budget: of `Pacer.status`. late_ns: how late timers
+        are.
         """
         if view.learner is None or view.is_ending or view.finished:
             return None  # nothing is due; what was said last stays in the status, and in the report

@@ -1,7 +1,6 @@
 """The last rounds as this region saw them: how long each phase took, and for whom it waited.
 
-Reads the core after each event and decides nothing: times of this machine's clock stay out of the core. The leader
-knows for whom a ballot waits; another region knows what it lacks itself.
+Reads the core after each event and decides nothing. Only the leader knows for whom a ballot waits.
 """
 
 from __future__ import annotations
@@ -64,10 +63,7 @@ class TrackedRound:
 
 
 class RoundLog:
-    """Give it to the pump as `observe`. unix_s: the wall clock, for people.
-
-    on_committed: called with each finished row, as `rows` has it.
-    """
+    """Give it to the pump as `observe`. unix_s: the wall clock, for people. on_committed: takes each finished row."""
 
     def __init__(
         self,
@@ -93,11 +89,6 @@ class RoundLog:
         self._followed_ns: int | None = None
         self._gaps_ns: deque[int] = deque(maxlen=GAPS_KEPT)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no round is open or is being applied, and nothing is remembered for one."""
-        return not (self._open or self._applying or self._merged or self._reasons)
-
     def rows(self) -> list[dict[str, Any]]:
         """The last rounds that ended, oldest first, plain values; all texts escaped, and none is changed later."""
         return list(self._rows)
@@ -107,10 +98,7 @@ class RoundLog:
         return None if self._committed_ns is None else (self._now_ns() - self._committed_ns) / NS_PER_S
 
     def usual_commit_s(self) -> float | None:
-        """Seconds that usually lie between two commits; None while fewer than three were seen.
-
-        Only rounds that were seen open count: those that a region catches up on come one right after another.
-        """
+        """Seconds that usually lie between two commits of rounds that were seen open; None: too few were."""
         return median(self._gaps_ns) / NS_PER_S if len(self._gaps_ns) > 1 else None
 
     def observe(self, event: ev.Event, effects: Sequence[ev.Effect]) -> None:

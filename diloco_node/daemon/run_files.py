@@ -47,10 +47,7 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: Path) -> RunFiles:
-        """Read a folder. Raises ConfigError: its settings can't be read.
-
-        Raises StorageError: something is missing, damaged, or of another run; says what, and what to do.
-        """
+        """Read a folder. Raises ConfigError, StorageError: it lacks something, or is damaged; what to do."""
         spec = NodeSpec.load(folder / NODE_NAME)
         manifest = load_manifest(folder)
         if manifest is None:
@@ -80,10 +77,8 @@ class RunFiles:
 
 
 def region_folders(place: Path) -> list[Path]:
-    """The state folders that a path means: itself, or those of a run's folder, the region that is furthest first.
-
-    Raises ConfigError: there is none. StorageError: a manifest can't be read.
-    """
+    """The state folders that a path means: itself, or those of a run's folder, the furthest region first. Raises
+    ConfigError, StorageError."""
     if (place / MANIFEST_NAME).is_file():
         return [place]
     folders = [
@@ -110,10 +105,7 @@ def read_ledger(folder: Path, fragments: int) -> tuple[RunSummary | None, tuple[
 
 
 def final_model(folder: Path, fragments: int) -> tuple[bool, tuple[int, ...]]:
-    """Whether a folder has the final model of a run that did not go on there, and its versions.
-
-    No versions: the ledger can't be read.
-    """
+    """Whether a folder has the final model of a run that is over there, and its versions; none: no ledger says."""
     if not (folder / FINAL_NAME).is_file():
         return False, ()
     ledger = read_ledger(folder, fragments)

@@ -1,8 +1,7 @@
 """How a run went, as one region saw it: a bounded row of points, kept in its folder as JSON lines.
 
-A point comes every `period_s`. When POINTS_MAX are there, each two become one and the period doubles. So the file keeps
-the whole run, and a run of two hours has as few points as one of half an hour. The page draws its curves from
-them. The marks of the curves (`daemon.curve_marks`) are lines of their own.
+A point comes every `period_s`. When POINTS_MAX are there, each two become one and the period doubles, so the file keeps
+the whole run. The marks of the curves (`daemon.curve_marks`) are lines of their own.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ COLUMNS: Final = (
     "bytes_in",
     "val_loss",
 )
-"""Columns of a point: seconds since 1970, the learner's steps and tokens since the run began, loss of its training,
-held-out loss of the merged model, tokens per second, bytes on the wire since this daemon started, held-out loss of this
-region's own parameters."""
+"""Columns of a point: seconds since 1970; the learner's steps and tokens since the run began; held-out losses of the
+merged model and of the own one; bytes on the wire since this daemon started."""
 
 MORE_COLUMNS: Final = ("step_seconds", "rounds", "tokens_merged", "participation")
 """Seconds of a step, rounds committed and tokens merged of the run, part of the rounds that included this region. In
@@ -110,11 +108,7 @@ def _number(value: Any) -> float | None:
 
 
 class RunHistory:
-    """The points of one region, and their file. sample_s: between two points of a short run. points_max: at least 2.
-
-    Attributes:
-        period_s: between two points; doubles when they are too many.
-    """
+    """The points of one region, and their file. sample_s: between two points of a short run. points_max: at least 2."""
 
     def __init__(self, folder: Path, *, sample_s: float = SAMPLE_S, points_max: int = POINTS_MAX) -> None:
         self.period_s, self._points = read_history(folder, sample_s=sample_s)
@@ -158,10 +152,7 @@ class RunHistory:
         return {"columns": list(COLUMNS), "period_s": self.period_s, "rows": points, "marks": self._marks}
 
     def save(self) -> None:
-        """Bring the file up to date, not at the same time as `take`.
-
-        A power cut may cost the last points, and a disk that refuses is no reason to stop training.
-        """
+        """Bring the file up to date, not at the same time as `take`. A disk may refuse: training goes on."""
         fresh, self._unwritten = self._unwritten, []
         try:
             if self._is_whole:
@@ -189,10 +180,7 @@ def line_of(mark: Mark) -> str:
 
 
 def read_history(folder: Path, *, sample_s: float = SAMPLE_S) -> tuple[float, list[Point]]:
-    """(period, points) of a region's file; a file that is missing, too large or of another form has none.
-
-    Lines that are no points are left out: the last one may have been cut off, or the first ones be gone.
-    """
+    """(period, points) of a region's file, without lines cut off; none where it is missing, or another."""
     rows = _rows(folder)
     period_s = next((_number(row.get("period_s")) for row in rows[:1]), None) or 0.0
     points = [[_number(row.get(name)) for name in ALL_COLUMNS] for row in rows if "mark" not in row]

@@ -29,12 +29,9 @@ REPORT_NAME: Final = "report.json"
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The run that a ledger is of.
+    """The run that a ledger is of. roster: its members by the entries here.
 
-    Attributes:
-        genesis: how it began. roster: its members by the entries here.
-        end: None: it did not end, as far as this region knows, or it was extended.
-        settings: that the ledger holds at the last entry here.
+    end: None: it did not end, as far as this region knows, or it was extended. settings: those at the last entry here.
     """
 
     genesis: GenesisBody
@@ -48,10 +45,8 @@ class RunRecord:
         return None if self.end is None else self.end.reason
 
     def check(self, state_dir: Path, *, run_id: str, founders: Iterable[str]) -> None:
-        """Refuse a folder of another run, naming both: it has another name, or other regions. Raises ConfigError.
-
-        founders: by run.toml, which need not name those that were removed, nor those that were added.
-        """
+        """Refuse a folder of a run with another name or other regions, naming both. Raises ConfigError. founders: by
+        run.toml, which may leave out who was removed or added."""
         genesis = self.genesis
         if genesis.run_id != run_id:
             raise ConfigError(
@@ -70,10 +65,7 @@ class RunRecord:
             )
 
     def check_model(self, state_dir: Path, digest: str, *, is_listed: bool) -> None:
-        """Refuse a model that is not the run's. Raises ConfigError.
-
-        digest: its manifest's. is_listed: the learner lists it, for manifest.json is gone; else manifest.json has it.
-        """
+        """Refuse a model that is not the run's. is_listed: by the learner, not manifest.json. Raises ConfigError."""
         if digest == self.genesis.manifest_digest:
             return
         path = state_dir / MANIFEST_NAME
@@ -100,10 +92,7 @@ def run_record(base: LedgerBase, entries: Sequence[Entry], fragments: int) -> Ru
 
 
 def read_run_record(state_dir: Path) -> RunRecord | None:
-    """The record in the folder's ledger; None without a ledger, and for a damaged one: the daemon mends that.
-
-    Raises SupersededError: another version wrote it.
-    """
+    """The record in a ledger; None: none, or a damaged one. Raises SupersededError: another version's."""
     reader = LedgerReader(state_dir)
     try:
         reader.read()  # first: nothing of another version's folder is judged, nor set aside
@@ -118,10 +107,8 @@ def read_run_record(state_dir: Path) -> RunRecord | None:
 
 
 def past_of(init: str | Path) -> tuple[str | Path, int] | None:
-    """The folder or URL, and the version that `run.init` names; None: it is no `FOLDER@N` and no `URL@N`.
-
-    Raises ConfigError: a URL or a state folder without a version, or with something else behind the @.
-    """
+    """The folder or URL, and the version that `run.init` names; None: it is no `FOLDER@N` and no `URL@N`. Raises
+    ConfigError: a URL or a state folder without a version."""
     if is_url(init):
         url, _, number = str(init).rpartition("@")
         if url and number.isascii() and number.isdigit():
@@ -155,10 +142,7 @@ def is_complete(state_dir: Path, record: RunRecord | None) -> bool:
 
 
 def set_final_aside(state_dir: Path) -> None:
-    """Rename the final model of a run that goes on, if there is one, to the next free `final-N.safetensors`.
-
-    The report of its last end is removed. Raises StorageError: the folder can't be written.
-    """
+    """Rename what the last end of a run that goes on has left, or remove it. Raises StorageError."""
     paths = (state_dir / f"final-{number}.safetensors" for number in count(1))
     final = state_dir / FINAL_NAME
     try:

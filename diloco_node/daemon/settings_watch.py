@@ -19,11 +19,7 @@ ORIGIN: Final = "the run's ledger"
 
 
 def settings_order(document: Mapping[str, Any], settings: RunSettings) -> tuple[EntryOrdered, list[str]]:
-    """The order in a request, {"set": ["rounds.sync_every=32", ...]}, and each setting that it changes, with both
-    values.
-
-    Raises ConfigError: it is none, or a setting can't be set so.
-    """
+    """The order in a request, {"set": ["rounds.sync_every=32", ...]}, and its changes. Raises ConfigError."""
     from diloco_node.config.ledger_settings import changed_settings  # brings pydantic
 
     words = document.get("set")
@@ -37,8 +33,7 @@ def settings_order(document: Mapping[str, Any], settings: RunSettings) -> tuple[
 class SettingsWatch:
     """Tells each change of the run's settings here, and where run.toml differs from them.
 
-    Attributes:
-        shown: rows of all settings, as `NodeSpec.settings_shown`; joiner_settings: as there. Both with those in force.
+    shown, joiner_settings: as in `NodeSpec`, with the settings in force.
     """
 
     def __init__(self, spec: NodeSpec, note: Callable[[Note], None]) -> None:

@@ -72,10 +72,7 @@ class Standings:
         )
 
     def document(self, opposition: Opposition = NO_OPPOSITION) -> list[dict[str, Any]]:
-        """A row for each region of the last rounds, for the status: means over those rounds, or the recent ones.
-
-        opposition: as of the last round.
-        """
+        """A row for each region of the last rounds, for the status: means over those rounds, or the recent ones."""
         turns: defaultdict[str, list[_Turn]] = defaultdict(list)
         for turn_of in self._rounds:
             for name, turn in turn_of.items():

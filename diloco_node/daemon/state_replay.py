@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from safetensors import SafetensorError, safe_open
 
@@ -17,12 +16,9 @@ from diloco_node.core.types import Entry, RoundBody
 from diloco_node.daemon.effects.open_stripes import cut_payload
 from diloco_node.daemon.parameters import OUTER_THREADS, Parameters
 from diloco_node.daemon.past_run import find_past
-from diloco_node.daemon.run_files import ARCHIVE_HINT, RunFiles
+from diloco_node.daemon.run_files import ARCHIVE_HINT, TRIES, RunFiles
 from diloco_node.errors import StorageError
 from diloco_node.state_names import FINAL_NAME
-
-TRIES: Final = 3
-"""A daemon may remove a file after it was listed; newer ones are there then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +38,9 @@ class DigestCheck:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """The outcome of a replay.
+    """The outcome of a replay. plan: per fragment where it began, and why not earlier.
 
-    Attributes:
-        plan: per fragment where it began, and why not earlier.
-        checks: in the order of fragments and versions.
-        final: whether `final.safetensors` holds the computed parameters; None: the run is not over, or it is not there.
+    final: whether `final.safetensors` holds the computed parameters; None: the run is not over, or it is not there.
     """
 
     plan: tuple[FragmentReplay, ...]
@@ -61,10 +54,8 @@ class ReplayReport:
 
 
 class Replay:
-    """Reads a state folder, also below a running daemon; `run` computes.
-
-    Raises StorageError: something is missing or damaged; says what, and what to do. ConfigError: so are its settings.
-    """
+    """Reads a state folder, also below a running daemon; `run` computes. Raises StorageError, ConfigError: what is
+    missing or damaged, and what to do."""
 
     def __init__(self, folder: Path) -> None:
         self._files = files = RunFiles.read(folder)
@@ -151,12 +142,8 @@ async def _check(parameters: Parameters, fragment: FragmentReplay) -> list[Diges
 def read_past(
     folders: Sequence[Path], *, version: int | None = None, step: int | None = None
 ) -> tuple[RunFiles, PastVersion, Parameters]:
-    """Compute an earlier version; the folder that it comes from, the version, its parameters and momentum.
-
-    folders, version, step: as for `past_run.find_past`.
-
-    Raises ConfigError: it can't be had. StorageError: a file is damaged, or gives other bytes than the ledger names.
-    """
+    """Compute an earlier version, as for `find_past`; its folder, version and parameters. Raises ConfigError: it can't
+    be had. StorageError: a file is damaged, or gives other bytes than the ledger names."""
     tries = TRIES
     while True:
         run, past = find_past(folders, version=version, step=step)
@@ -179,10 +166,8 @@ def read_past(
 def _without_tail(
     entries: Sequence[Entry], states: Sequence[Sequence[int]], payloads: Collection[tuple[int, int, bytes]]
 ) -> tuple[Entry, ...]:
-    """Drop each fragment's last rounds, from the first one behind its newest state whose payload is not here.
-
-    A daemon may be fetching that payload, or the round is not committed and never will be.
-    """
+    """Drop each fragment's last rounds, from the first behind its newest state whose payload is not here: a daemon may
+    fetch it, or the round is not committed."""
     replayable, holes = [], set()
     for entry in entries:
         body = entry.body

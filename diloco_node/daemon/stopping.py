@@ -1,8 +1,7 @@
 """A daemon that stops does stop.
 
-Everything that must last is on the disk before a daemon stops; what follows only closes things. If that does not end,
-a run that is finished would keep its region for ever. So it has a deadline: then the log says what is still under way,
-and the process ends with the exit code that it was to have.
+All that must last is on the disk before it stops; the rest only closes things. If that does not end, the log says what
+is still under way, and the process ends with the exit code that it was to have.
 """
 
 from __future__ import annotations
@@ -43,13 +42,7 @@ def limit_to_kill_s() -> float:
 
 
 class StopDeadline:
-    """Ends the process when what follows `arm` takes longer, up to the end of its threads: Python waits for each.
-
-    A thread does it: the loop may be what is stuck.
-
-    Attributes:
-        code: the process's exit code then.
-    """
+    """Ends the process, with exit code `code`, when all after `arm` takes longer; in a thread: the loop may hang."""
 
     def __init__(self, region: str) -> None:
         self.code = 1

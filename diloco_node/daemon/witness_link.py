@@ -1,9 +1,8 @@
 """The run's witness, as this region's core speaks with it: requests to a bucket instead of a link.
 
 Each message of the core becomes one turn (`core.ledger.witness`): read the record, answer, and write it if nobody else
-did meanwhile. Whatever fails has no answer, as a message that was lost; the core asks again. Payloads go to the bucket
-beside the turns, so that heartbeats are answered while a large one is on its way. All of it is within the region's
-budget, under the witness's name: records count as control, payloads wait.
+did meanwhile. What fails has no answer, and the core asks again. Payloads go beside the turns, so heartbeats are
+answered meanwhile. All is within the region's budget: records count as control, payloads wait.
 
 A payload that no record names is removed a day after it was put there (`_orphans`), and an upload counts for as long.
 Both go by the bucket's clock, and a region looks for them right after it wrote the record. So a region that counts on
@@ -24,6 +23,7 @@ from functools import partial
 from typing import Any, Final
 
 from diloco_node.core import events as ev
+from diloco_node.core import messages as msg
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.witness import (
     RECORD_BYTES_MAX,
@@ -34,17 +34,6 @@ from diloco_node.core.ledger.witness import (
     encode_record,
     tail_limit,
     take_turn,
-)
-from diloco_node.core.messages import (
-    AppendEntries,
-    BaseSent,
-    BulkHeader,
-    Message,
-    Payload,
-    PayloadRequested,
-    Refused,
-    RequestVote,
-    StateRequested,
 )
 from diloco_node.core.types import DISK_ID_BYTES, Entry, RoundBody
 from diloco_node.daemon.effects.fetch import Fetcher
@@ -90,12 +79,11 @@ class _WitnessPlace:
     """A witness that the log names, and the knowledge of it. It ends with it: what is on its way then comes too late.
 
     Attributes:
-        since: the entry that added it.
-        bucket: once it is opened and tried.
+        since: the entry that added it. bucket: once it is opened and tried.
         disk: the id of the object that was read last. read_at: when that was written, by the bucket's clock.
         seen: the records that were read. swept_at: by the same clock, when orphans were looked for.
-        stored: by the hashes of their entries, payloads that are in the bucket, and `read_at` before each was sent.
-        uploads: those on their way.
+        stored: by the hashes of their entries, payloads in the bucket, and `read_at` before each. uploads: on their
+            way.
     """
 
     name: str = ""
@@ -126,12 +114,8 @@ class _WitnessPlace:
 class WitnessLink:
     """Requests to the bucket of the witness, one turn for each message of the core. All methods run on the event loop.
 
-    Args:
-        pacer: has the budget. post: takes events for the core.
-
     Attributes:
-        fault: why the last request failed; empty: it did not.
-        fetcher: takes payloads that were asked for; set before the first request.
+        fault: why the last request failed; or empty. fetcher: takes payloads; set before the first request.
     """
 
     fetcher: Fetcher
@@ -148,7 +132,7 @@ class WitnessLink:
         self._turn_to_send, self._turn_to_read = asyncio.Lock(), asyncio.Lock()
         # Turns have a thread of their own: payloads wait in theirs, for the budget, as long as it takes.
         self._turns, self._threads = ThreadPoolExecutor(1, "witness-turn"), ThreadPoolExecutor(THREADS, "witness")
-        self._queue: deque[Message] = deque(maxlen=QUEUE_MAX)
+        self._queue: deque[msg.Message] = deque(maxlen=QUEUE_MAX)
         self._is_busy = self._is_watching = False
 
     @property
@@ -179,16 +163,16 @@ class WitnessLink:
         for threads in (self._turns, self._threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: msg.Message) -> None:
         """Take a message of the core, or a request for bytes."""
         match message:
-            case PayloadRequested():
+            case msg.PayloadRequested():
                 self._spawn(self._fetch(message), "witness fetch")
-            case StateRequested():
-                self.fetcher.on_refusal(self.name, Refused(message.fragment, message.version, "busy"))
-            case AppendEntries(entries=()) if self._is_busy:
+            case msg.StateRequested():
+                self.fetcher.on_refusal(self.name, msg.Refused(message.fragment, message.version, "busy"))
+            case msg.AppendEntries(entries=()) if self._is_busy:
                 pass  # what is on its way answers for this heartbeat, too
-            case RequestVote() | AppendEntries() | BaseSent():
+            case msg.RequestVote() | msg.AppendEntries() | msg.BaseSent():
                 self._queue.append(message)
                 if not self._is_busy:
                     self._is_busy = True
@@ -203,7 +187,7 @@ class WitnessLink:
         finally:
             self._is_busy = False
 
-    async def _take_turn(self, message: Message) -> None:
+    async def _take_turn(self, message: msg.Message) -> None:
         place, loop = self._place, asyncio.get_running_loop()
         outcome = await self._ask(place, partial(self._swap, place, message, loop), self._turns)
         if outcome is None or place is not self._place:
@@ -239,7 +223,7 @@ class WitnessLink:
         return outcome
 
     def _swap(
-        self, place: _WitnessPlace, message: Message, loop: asyncio.AbstractEventLoop
+        self, place: _WitnessPlace, message: msg.Message, loop: asyncio.AbstractEventLoop
     ) -> tuple[WitnessTurn, WitnessRecord | None]:
         """Take one turn, in a thread. The turn is empty if somebody else wrote the record first."""
         bucket = place.opened()
@@ -327,10 +311,7 @@ class WitnessLink:
     async def _remove(
         self, place: _WitnessPlace, hashes: frozenset[bytes], find_orphans: Callable[[], frozenset[str]] = frozenset
     ) -> None:
-        """Remove what nobody needs. After one that can't be removed all stay, and are orphans soon.
-
-        None of them is put there meanwhile.
-        """
+        """Remove what nobody needs, nor puts there. After one that can't be removed all stay: orphans soon."""
         for entry_hash in hashes:
             place.stored.pop(entry_hash, None)
         place.uploads |= hashes
@@ -347,9 +328,9 @@ class WitnessLink:
         finally:
             place.uploads -= hashes
 
-    async def _fetch(self, request: PayloadRequested) -> None:
+    async def _fetch(self, request: msg.PayloadRequested) -> None:
         place, loop = self._place, asyncio.get_running_loop()
-        name, header = place.name, Payload(request.fragment, request.version, request.digest)
+        name, header = place.name, msg.Payload(request.fragment, request.version, request.digest)
         size_bytes = self.fetcher.parameters.blocks[request.fragment].encoded_bytes
 
         def pace(count: int) -> None:
@@ -369,7 +350,7 @@ class WitnessLink:
         with contextlib.suppress(DilocoError, RuntimeError):
             body = await in_thread(self._threads, read)
         if body is None:
-            self.fetcher.on_refusal(name, Refused(request.fragment, request.version, "busy"))
+            self.fetcher.on_refusal(name, msg.Refused(request.fragment, request.version, "busy"))
         else:
             await self.fetcher.take_transfer(name, header, body, is_whole=True)
 
@@ -396,14 +377,14 @@ class WitnessRoute:
     def __init__(self, transport: Transport, witness: WitnessLink) -> None:
         self._transport, self._witness = transport, witness
 
-    def send(self, peer: str, message: Message) -> bool:
+    def send(self, peer: str, message: msg.Message) -> bool:
         """See Transport."""
         if peer != self._witness.name:
             return self._transport.send(peer, message)
         self._witness.send(message)
         return True
 
-    async def transfer(self, peer: str, header: BulkHeader, body: memoryview) -> None:
+    async def transfer(self, peer: str, header: msg.BulkHeader, body: memoryview) -> None:
         """See Transport."""
         await self._transport.transfer(peer, header, body)
 

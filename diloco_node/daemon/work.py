@@ -21,10 +21,8 @@ POOL_THREADS: Final = 6
 """For what a round waits for: sums, digests, compression."""
 
 FILE_THREADS: Final = 6
-"""For payloads and states: two rounds in flight, their checkpoints and some fetches at once.
-
-They are apart from the pool, for a disk that takes seconds for a sync must not hold up sums and transfers that
-others wait for."""
+"""For payloads and states: two rounds in flight, their checkpoints and some fetches at once. They are apart from the
+pool: a disk that takes seconds for a sync must hold up no sums and transfers."""
 
 AT_ONCE_BYTES_MAX: Final = 64 * 2**10
 """The kernels take some 50 microseconds for it, the way to a thread and back several times as long."""
@@ -40,9 +38,7 @@ def in_thread(executor: Executor, call: Callable[[*Ts], T], *args: *Ts) -> async
 
 def beside_loop(executor: Executor, size_bytes: int, call: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
     """The outcome of a call that looks at so many bytes: at once if they are few, else from a thread of the executor.
-
-    Only threads are spared. Where an executor has others than the system's, as in the simulator, all calls are its.
-    """
+    Calls for other executors than threads, as in the simulator, are all theirs."""
     if size_bytes > AT_ONCE_BYTES_MAX or not isinstance(executor, ThreadPoolExecutor):
         return in_thread(executor, call, *args)
     outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()

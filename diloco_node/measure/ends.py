@@ -19,6 +19,7 @@ from diloco_node.transport.certificates import Identity
 from diloco_node.transport.peer_session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire.envelope import LinkRole
+from diloco_node.wire.measure_messages import MeasureMessage, Probe
 
 LINK_S: Final = 15.0
 """A link has come up by then."""
@@ -29,22 +30,27 @@ ANYWHERE: Final = ("127.0.0.1", 0)
 """Where an end that only dials listens: a transport has a port."""
 
 
-class _NoCore:
-    """Takes what is not for measuring: nothing."""
+class _OnlyMeasuring:
+    """Takes what is for measuring, and nothing else. measuring: set before the transport starts."""
+
+    measuring: Measuring
 
     def control_arrived(self, peer: str, message: object) -> None:
-        raise ProtocolViolation(f"{peer} sends a {type(message).__name__} to an end that only measures")
+        if not isinstance(message, MeasureMessage):
+            raise ProtocolViolation(f"{peer} sends a {type(message).__name__} to an end that only measures")
+        self.measuring.control_arrived(peer, message)
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
-        pass
+        self.measuring.link_changed(peer, is_up=is_up)
 
     def transfer_opened(self, peer: str, header: object, raw_bytes: int) -> memoryview | None:
-        raise ProtocolViolation(
-            f"{peer} sends a {type(header).__name__} of {raw_bytes} bytes to an end that only measures"
-        )
+        if not isinstance(header, Probe):
+            kind = type(header).__name__
+            raise ProtocolViolation(f"{peer} sends a {kind} of {raw_bytes} bytes to an end that only measures")
+        return self.measuring.transfer_opened(peer, header, raw_bytes)
 
-    def transfer_closed(self, peer: str, header: object, buffer: memoryview, *, is_whole: bool) -> None:
-        pass
+    def transfer_closed(self, peer: str, header: Probe, buffer: memoryview, *, is_whole: bool) -> None:
+        self.measuring.transfer_closed(peer, header, buffer, is_whole=is_whole)
 
 
 @contextlib.asynccontextmanager
@@ -68,6 +74,7 @@ async def measuring_end(
         task.add_done_callback(tasks.discard)
         return task
 
+    handler = _OnlyMeasuring()
     with ThreadPoolExecutor(THREADS, thread_name_prefix="measure") as executor:
         transport = GrpcTransport(
             region=identity.region,
@@ -77,13 +84,13 @@ async def measuring_end(
             identity=identity,
             listen=listen,
             peers=peers,
-            handler=_NoCore(),
+            handler=handler,
             executor=executor,
             is_advertised=False,
             role=LinkRole.MEASURING,
             times=times,
         )
-        measuring = Measuring(
+        measuring = handler.measuring = Measuring(
             region=identity.region,
             peers=tuple(sorted(peers)),
             transport=transport,

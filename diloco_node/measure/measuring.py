@@ -1,7 +1,7 @@
 """A measuring end: measures the links of a transport, and answers the requests of peers.
 
 A daemon has one beside its core, on the links that its rounds use; `measure serve` and the command line have one on
-links of their own (`measure.ends`). It registers with the transport for its messages and probes. Nothing here touches
+links of their own (`measure.ends`). The handler of the links passes on its messages and probes. Nothing here touches
 rounds: echoes are small control messages, probes go in the lane behind everything else.
 """
 
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
-from typing import Final, get_args
 
 from diloco_node.errors import ConfigError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.measure.echoes import EchoProbe
@@ -26,10 +25,6 @@ from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
 from diloco_node.wire.measure_messages import MeasureMessage, Probe
 
-KINDS: Final = frozenset((*get_args(MeasureMessage), Probe))
-"""Messages and headers of transfers that are for measuring."""
-
-
 Linked = Callable[[tuple[str, ...]], contextlib.AbstractAsyncContextManager["Measuring"]]
 """Called with peers: the end that has links to them, until the end of the block. Raises PeersUnreachable or
 IdentityError when the link to a single peer can't be had.
@@ -37,7 +32,7 @@ IdentityError when the link to a single peer can't be had.
 
 
 class Measuring:
-    """The measurements of one transport; implements `TransportHandler` for its KINDS. All on the event loop.
+    """The measurements of one transport, whose handler passes on what is for them. All on the event loop.
 
     dial: has links to third regions when a peer asks for them; None: over the links of this transport. is_bounded:
     peers may ask for so many bytes only: rounds use the same links.
@@ -73,7 +68,6 @@ class Measuring:
             executor=executor,
             now_ns=now_ns,
         )
-        transport.register(self, KINDS)
 
     def follow(self, peers: tuple[str, ...]) -> None:
         """Measure with these peers from now on."""

@@ -78,10 +78,7 @@ class DiskIdFile:
 
 
 def set_aside(path: Path) -> str:
-    """Rename a damaged file, never over another one, and make that durable; the new name, empty if it is not there.
-
-    Raises OSError: the disk refuses.
-    """
+    """Rename a damaged file, durably, never over another; the new name, empty if there is none. Raises OSError."""
     if not path.exists():
         return ""
     number = 1

@@ -25,10 +25,8 @@ _REMEDIES: Final = {
 
 
 class DamagedFile(StorageError):
-    """The file holds other bytes than were written, or the disk can't read it: another copy is needed.
-
-    Any other StorageError may be over at the next try (too many open files, a wrong user), and the file is still good.
-    """
+    """The file holds other bytes than were written, or the disk can't read it: another copy is needed. Any other
+    StorageError may be over at the next try, and the file is still good."""
 
 
 def disk_error(verb: str, path: Path, error: OSError) -> DiskRefused:
@@ -53,10 +51,8 @@ def disk_errors(verb: str, path: Path) -> Iterator[None]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are missing; durable when this returns. Raises OSError.
-
-    Also where it is there: who made it may have been killed before its name was durable.
-    """
+    """Make a folder, and those above it, durably; also where it is there: who made it may have been killed before.
+    Raises OSError."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -65,12 +61,8 @@ def make_folder(folder: Path) -> None:
 
 
 def replace_file(path: Path, data: Sequence[bytes | memoryview]) -> None:
-    """Replace a file by these parts, one after the other; durable when this returns.
-
-    Without room for all of it nothing is begun: half a state would take the room that the ledger still has.
-
-    Raises StorageError: the disk refused; the old file, if any, is untouched.
-    """
+    """Replace a file by these parts, durably; not begun without room for all: the ledger needs what is left. Raises
+    StorageError: the old file, if any, is untouched."""
     nbytes = sum(memoryview(part).nbytes for part in data)
     with disk_errors("write", path):
         if shutil.disk_usage(path.parent).free < nbytes:

@@ -7,23 +7,21 @@
 The body is msgpack: [truncate_from, [encoded entry, ...]]; a truncation is a record like any other, so no
 acknowledged byte is ever changed, and one small write is one `pwrite` and one `fdatasync`.
 
-Only when the first entries are summed up is a new file written, which takes the place of the old one: its first frame
-is [-1, [index, term, hash, summary]] (the base), the next ones hold all entries that are left.
+Only when the first entries are summed up a new file takes the place of the old one: its first frame is [-1, [index,
+term, hash, summary]] (the base), the next ones hold all entries that are left.
 
 A crash may leave these, and opening deals with each: no file, an empty one or half a header (begun anew, if there was
 no vote yet); a last frame that ends early, or in which whole sectors are zero because they never reached the disk (cut
-off: the write was not answered, so nothing of it was acknowledged). A whole frame has no such sector: its first and
-last byte are not zero, and no encoded entry has 512 zeros. Everything else that does not fit is damage and is refused:
-a node that has forgotten what it acknowledged, or a vote, must not take part in another.
+off: nothing of it was acknowledged). A whole frame has no such sector: its first and last byte are not zero, and no
+encoded entry has 512 zeros. All else that does not fit is damage and is refused: a node that has forgotten what it
+acknowledged, or a vote, must not take part in another.
 
-Bytes that are read back may be in the kernel's cache only: the process before may have died between write and
-fdatasync, or its fdatasync may have failed, after which the kernel takes the lost pages for clean and says yes to every
-further one on that file. So opening writes the last frame once more, and after a failed fdatasync the log is copied to
-a new file.
+Bytes that are read back may be in the kernel's cache only: the process before died between write and fdatasync, or that
+failed, after which the kernel takes the lost pages for clean. So opening writes the last frame once more, and after a
+failed fdatasync the log is copied to a new file.
 
-A file that was cut short at some frame looks like a shorter ledger. `ledger.end` tells them apart: how many frames
-were durable, written without fsync after each one. It may be older than the log, never newer. A damaged one says
-nothing.
+`ledger.end` tells a file that was cut short at some frame from a shorter ledger: how many frames were durable. It is
+written without fsync, so it may be older than the log, never newer. A damaged one says nothing.
 """
 
 from __future__ import annotations
@@ -85,10 +83,7 @@ class VoteFile:
         return self._path.exists()
 
     def open(self, *, is_new: bool) -> None:
-        """Read it, or begin it if the folder is new.
-
-        Raises StorageError: damaged, unreadable, or missing although the ledger has begun.
-        """
+        """Read it, or begin it if the folder is new. Raises StorageError: damaged, or gone where the ledger is not."""
         try:
             data = self._path.read_bytes()
         except FileNotFoundError as error:
@@ -170,8 +165,7 @@ class LedgerFile:
     def read(self) -> list[bytes]:
         """All entries, encoded, without changing anything; `base` is then what they follow, its hash unchecked.
 
-        A torn end is passed over: a daemon may be writing it just now. Raises StorageError: damaged, missing, or it
-        can't be read.
+        A torn end is passed over: a daemon may be writing it. Raises StorageError.
         """
         with disk_errors("read", self._path), self._path.open("rb") as file:
             durable = self._durable_frames()  # before the data: a daemon may append meanwhile
@@ -242,15 +236,12 @@ class LedgerFile:
     ) -> None:
         """Write a new file that begins with this; it is the log, durably, when this returns.
 
-        base: entries up to its index are forgotten. truncate_from, entries: as for `append`, and done in the same
-        moment. kept_as: the old file stays, under this name, or with a number behind it where another file has that
-        name already.
-
-        Raises: as `append`; the old file is still there then.
+        base: entries up to its index are forgotten. truncate_from, entries: as for `append`, in the same moment.
+        kept_as: the old file stays, under this name, or with a number behind it. Raises: as `append`; the old file is
+        still there then.
         """
         try:
-            data = _read_range(self._descriptor, self._end)
-            self._check_copy(data)
+            data = self._checked_data()
             old = LedgerFile(self._path.parent)
             bodies = old._read_frames(data)[: truncate_from - 1 - self.base.index if truncate_from else None]
             remaining = bodies[max(0, base.index - self.base.index) :]
@@ -307,9 +298,7 @@ class LedgerFile:
     def _move_to_new_file(self) -> None:
         """Copy the frames that were durable to a new file that takes the place of this one. Raises as `append`."""
         with disk_errors("copy", self._path):
-            data = _read_range(self._descriptor, self._end)
-            self._check_copy(data)
-            self._replace([data])
+            self._replace([self._checked_data()])
 
     def _replace(self, chunks: Sequence[bytes]) -> None:
         """Write a new file of these parts, which takes the place of this one. Raises OSError."""
@@ -319,8 +308,9 @@ class LedgerFile:
         self._descriptor = descriptor
         self._is_suspect = False
 
-    def _check_copy(self, data: bytes) -> None:
-        """Check that the bytes that were read back are those that were written. Raises LedgerLost."""
+    def _checked_data(self) -> bytes:
+        """Read back what was written. Raises OSError; LedgerLost: other bytes, or fewer, are there."""
+        data = _read_range(self._descriptor, self._end)
         copy = LedgerFile(self._path.parent)
         try:
             entries = copy._read_frames(data) if data[: len(_LOG_HEADER)] == _LOG_HEADER else []
@@ -332,6 +322,7 @@ class LedgerFile:
                 f"{self._path} has {last_index} whole entries of {self.last_index} that were "
                 f"on the disk: look at dmesg, replace the disk. {_REMEDY}"
             )
+        return data
 
     def _begin(self) -> None:
         os.ftruncate(self._descriptor, 0)
@@ -448,10 +439,7 @@ def _read_range(descriptor: int, stop: int) -> bytes:
 
 
 def _has_frame(data: bytes, start: int, number_min: int) -> bool:
-    """Whether the head of a frame with such a number or a higher one lies somewhere from `start` on.
-
-    It was written after the frames before it had been answered, so none of those is merely torn.
-    """
+    """Whether the head of a frame with this number or a higher one is there: no frame before it is torn then."""
     at = data.find(_FRAME_MAGIC, start)
     while at >= 0:
         head = data[at : at + _FRAME_HEAD_BYTES]

@@ -31,8 +31,7 @@ class LedgerReader:
         self.entries: tuple[Entry, ...] = ()
 
     def read(self) -> tuple[Entry, ...]:
-        """Entries that are new or other ones than at the call before. Raises StorageError: damaged, missing, or
-        unreadable."""
+        """Entries that are new or other ones than at the call before. Raises StorageError."""
         path = self._folder / self._name
         with disk_errors("read", path):
             stat = path.stat()
@@ -56,10 +55,8 @@ class LedgerReader:
 
 
 def read_whole_ledger(folder: Path, fragments: int) -> tuple[LedgerBase, tuple[Entry, ...]]:
-    """The base, and all entries after it: those of the ledger, and what is kept before it, as far back as that goes.
-
-    Raises StorageError: a ledger is damaged or missing, or a kept one is of another run.
-    """
+    """The base, and all entries after it: those of the ledger, and what is kept before it. Raises StorageError: a
+    ledger is damaged or missing, or a kept one is of another run."""
     reader = LedgerReader(folder)
     reader.read()
     base, entries = reader.base, reader.entries

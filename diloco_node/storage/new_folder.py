@@ -15,10 +15,8 @@ from diloco_node.storage.durable import disk_error
 
 @contextmanager
 def new_folder(folder: Path, *, is_forced: bool = False) -> Iterator[Path]:
-    """Hand out an empty folder to fill; at the end of the block it is durable and takes the name.
-
-    Raises ConfigError: the folder is there, and not `is_forced`. StorageError: the disk refused, and nothing is left.
-    """
+    """Hand out an empty folder to fill; after the block it is durable and has the name. Raises ConfigError: it is
+    there. StorageError: the disk refused, and nothing is left."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: name a folder")
     if folder.is_dir() and any(folder.iterdir()) and not is_forced:

@@ -1,7 +1,6 @@
 """Objects below a URL (S3, Google Cloud, Azure) by obstore, or files below a folder: written whole or not at all.
 
-obstore sends large objects in several parts side by side, and an object has its name only when the last part is there.
-It is imported where a URL is opened: the extra `store` installs it.
+obstore is imported where a URL is opened: the extra `store` installs it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -57,32 +56,6 @@ def _at_once(_: int) -> None:
     pass
 
 
-class Objects(Protocol):
-    """Objects of some place, by keys as "v00000120/f000.bin". All raise StoreRefused or StorageError.
-
-    Attributes:
-        place: as it was named, for messages.
-    """
-
-    place: str
-
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each object, by its key."""
-        ...
-
-    def read(self, key: str, bytes_max: int) -> U8:
-        """Read an object, owned by the caller. Raises DamagedFile: it is not there, or larger than that."""
-        ...
-
-    def write(self, key: str, chunks: Sequence[bytes | memoryview]) -> None:
-        """Write or replace an object; it is durable when this returns."""
-        ...
-
-    def remove(self, key: str) -> None:
-        """Remove an object that is there."""
-        ...
-
-
 def folder_of(place: str | Path) -> Path | None:
     """The folder that a path or a file:// URL names; None: the URL is another one."""
     if not is_url(place):
@@ -93,10 +66,7 @@ def folder_of(place: str | Path) -> Path | None:
 
 
 def open_objects(place: str | Path) -> Objects:
-    """Open a URL or a folder. Nothing is made and nobody is asked.
-
-    Raises ConfigError: the URL is of no store that is known, or obstore is not installed.
-    """
+    """Open a URL or a folder; nobody is asked. Raises ConfigError: no store that is known, or obstore is missing."""
     if (folder := folder_of(place)) is not None:
         return FolderObjects(folder)
     url = str(place)
@@ -121,20 +91,20 @@ def bucket_scheme(url: str) -> str:
 
 
 class FolderObjects:
-    """Files below a folder."""
+    """Files below `place`, by keys as "v00000120/f000.bin". All methods raise StorageError."""
 
     def __init__(self, folder: Path) -> None:
         self.place = str(folder)
         self._folder = folder
 
     def sizes(self) -> dict[str, int]:
-        """As `Objects`. A folder that is not there holds nothing."""
+        """Bytes of each object, by its key. A folder that is not there holds nothing."""
         with disk_errors("read", self._folder):
             paths = (path for path in self._folder.glob("*/*") if path.suffix != TMP_SUFFIX and path.is_file())
             return {path.relative_to(self._folder).as_posix(): path.stat().st_size for path in paths}
 
     def read(self, key: str, bytes_max: int) -> U8:
-        """As `Objects`."""
+        """Read an object, owned by the caller. Raises DamagedFile: it is not there, or larger than that."""
         path = self._folder / key
         try:
             if path.stat().st_size > bytes_max:
@@ -146,20 +116,20 @@ class FolderObjects:
             raise disk_error("read", path, error) from error
 
     def write(self, key: str, chunks: Sequence[bytes | memoryview]) -> None:
-        """As `Objects`."""
+        """Write or replace an object; it is durable when this returns."""
         path = self._folder / key
         with disk_errors("write", path):
             make_folder(path.parent)
         replace_file(path, chunks)
 
     def remove(self, key: str) -> None:
-        """As `Objects`."""
+        """Remove an object that is there."""
         with disk_errors("remove", self._folder / key):
             (self._folder / key).unlink()
 
 
 class BucketObjects:
-    """Objects of a store that has a URL. scheme: a key of CREDENTIALS."""
+    """Objects of a store that has a URL, as `FolderObjects`. All methods raise StoreRefused. scheme: of CREDENTIALS."""
 
     client, retries = CLIENT, RETRIES  # of each request
 
@@ -175,14 +145,14 @@ class BucketObjects:
             raise ConfigError(f"{url}: {_line(error)}; its settings are {CREDENTIALS[scheme]}") from error
 
     def sizes(self) -> dict[str, int]:
-        """As `Objects`."""
+        """Bytes of each object, by its key."""
         import obstore
 
         with self.errors("list", ""):
             return {meta["path"]: meta["size"] for chunk in obstore.list(self.store) for meta in chunk}
 
     def read(self, key: str, bytes_max: int, *, pace: Pace = _at_once) -> U8:
-        """As `Objects`. `pace`: called before so many bytes are asked for."""
+        """As `FolderObjects.read`. `pace`: called before so many bytes are asked for."""
         import obstore
 
         with self.errors("read", key):
@@ -199,7 +169,7 @@ class BucketObjects:
         return content
 
     def write(self, key: str, chunks: Sequence[bytes | memoryview], *, pace: Pace = _at_once) -> None:
-        """As `Objects`. `pace`: called before so many bytes are handed to the store."""
+        """As `FolderObjects.write`. `pace`: called before so many bytes are handed to the store."""
         import obstore
 
         views = [memoryview(chunk).cast("B") for chunk in chunks]
@@ -214,16 +184,11 @@ class BucketObjects:
         is_large = sum(map(len, views)) > CHUNK_BYTES
         with self.errors("write", key):
             obstore.put(
-                self.store,
-                key,
-                paced(),
-                use_multipart=is_large,
-                chunk_size=CHUNK_BYTES,
-                max_concurrency=PARTS_AT_ONCE,
+                self.store, key, paced(), use_multipart=is_large, chunk_size=CHUNK_BYTES, max_concurrency=PARTS_AT_ONCE
             )
 
     def remove(self, key: str) -> None:
-        """As `Objects`."""
+        """Remove an object that is there."""
         import obstore
 
         with self.errors("remove", key):
@@ -245,6 +210,9 @@ class BucketObjects:
             if (is_missing or isinstance(error, NotFoundError)) and "NoSuchBucket" not in str(error):
                 raise DamagedFile(f"{subject}: it is not there") from error
             raise StoreRefused(f"{subject}: {_remedy(_words(error), self._scheme)} ({_line(error)})") from error
+
+
+Objects = FolderObjects | BucketObjects
 
 
 def _remedy(text: str, scheme: str) -> str:

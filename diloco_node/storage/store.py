@@ -87,10 +87,9 @@ class RegionStore:
     def load(self, fragments: int) -> Recovered:
         """Read and check everything that recovery needs. Once, before anything else.
 
-        The newest state of each fragment and the payloads after it are read whole and checked; of other payloads the
-        headers. `Recovered` does not name an archive's payloads before the oldest state that is kept beside the first.
-
-        Raises StorageError: the disk refuses; or vote or ledger are damaged or missing, and nothing may be changed.
+        States and the payloads after them are read whole; of other payloads the headers, and none of an archive's older
+        ones. Raises StorageError: the disk refuses; or vote or ledger are damaged or missing, and nothing may be
+        changed.
         """
         self._disk_id.read()
         if self._is_read_only:
@@ -169,22 +168,14 @@ class RegionStore:
     # ---- the ledger ----
 
     def persist(
-        self,
-        term: int,
-        voted_for: str,
-        truncate_from: int,
-        entries: Sequence[Entry],
-        base: LedgerBase | None = None,
+        self, term: int, voted_for: str, truncate_from: int, entries: Sequence[Entry], base: LedgerBase | None = None
     ) -> None:
-        """Make term, vote and log durable before returning. base: the log is to begin with it
-        (`LedgerFile.begin_with`).
+        """Make term, vote and log durable before returning. base: the log is to begin with it (`begin_with`).
 
-        Term and vote go first: after a crash in between, the node knows a newer term and an older log, which is a
-        state that any voter may be in.
+        Term and vote go first: a newer term and an older log is a state that any voter may be in.
 
-        Raises StorageError: the disk refused; what was durable before still is. LedgerLost: what was durable can't be
-        read any more (`LedgerFile.append`), and the folder's id could not be taken away either. With the id gone it is
-        a StorageError: a new process begins again.
+        Raises StorageError: the disk refused, or (`LedgerGone`) what was durable can't be read any more, and the
+        folder's id is taken away: a new process begins again. LedgerLost: that could not be done either.
         """
         if (term, voted_for) != (self._vote.term, self._vote.voted_for):
             assert term >= self._vote.term, (term, self._vote.term)
@@ -215,21 +206,15 @@ class RegionStore:
     # ---- payloads ----
 
     def store_payload(self, fragment: int, version: int, digest: bytes, chunks: Sequence[Buffer]) -> None:
-        """Write a payload of merged stripes in block order; durable when this returns. Once more is harmless.
-
-        digest: SHA-256 over the digests of its stripes, which the ledger names; checked when it is read.
-
-        Raises StorageError: the disk refused.
-        """
+        """Write a payload of merged stripes in block order, durably. digest: over those of its stripes, as the ledger
+        has it; checked when it is read. Raises StorageError."""
         views = [memoryview(cast(bytes, chunk)).cast("B") for chunk in chunks if len(chunk)]
         path = self._payloads / tensor_files.payload_name(fragment, version, digest)
         tensor_files.write_payload(path, views, fragment=fragment, version=version, digest=digest)
 
     def read_payload(self, fragment: int, version: int, digest: bytes) -> U8:
-        """A payload, shape (encoded bytes,), uint8, owned by the caller, checked against its checksum and its name.
-
-        Raises StorageError: there is none, or it is damaged (it is set aside; fetch it from a peer).
-        """
+        """A payload, shape (encoded bytes,), uint8, owned by the caller, checked. Raises StorageError: there is none,
+        or it is damaged (and set aside)."""
         path = self._payloads / tensor_files.payload_name(fragment, version, digest)
         header, content = self._read(path)
         if header.digest != digest:
@@ -239,30 +224,21 @@ class RegionStore:
     # ---- states ----
 
     def store_state(self, fragment: int, version: int, theta: F32, momentum: F32, digest: bytes) -> None:
-        """Write parameters and momentum of a fragment, shape (n,), float32; durable when this returns.
-
-        digest: that the regions compare; not checked here. Raises StorageError: the disk refused.
-        """
+        """Write parameters and momentum, shape (n,), float32, durably; the digest unchecked. Raises StorageError."""
         if theta.shape != momentum.shape:
             raise ValueError(f"parameters {theta.shape} and momentum {momentum.shape} of fragment {fragment}")
         path = self._states / tensor_files.state_name(fragment, version)
         tensor_files.write_state(path, theta, momentum, fragment=fragment, version=version, digest=digest)
 
     def read_state(self, fragment: int, version: int) -> tuple[F32, F32]:
-        """Parameters and momentum, each shape (n,), float32, owned by the caller.
-
-        Raises StorageError: there is none, or it is damaged (it is set aside).
-        """
+        """Parameters and momentum, each shape (n,), float32, the caller's. Raises as `read_payload`."""
         _, content = self._read(self._states / tensor_files.state_name(fragment, version))
         theta, momentum = np.split(content.view(np.float32), 2)
         return theta, momentum
 
     def read_state_bytes(self, fragment: int, version: int, digest: bytes) -> U8:
-        """Parameters and momentum as bytes, if they are those of this digest.
-
-        Raises DamagedFile: there is none, it is another one, or it is damaged (it is set aside then). StorageError: it
-        can't be read now.
-        """
+        """Parameters and momentum as bytes, if they have this digest. Raises DamagedFile: there is no such state.
+        StorageError: it can't be read now."""
         path = self._states / tensor_files.state_name(fragment, version)
         header, content = self._read(path)
         if header.digest != digest:
@@ -288,13 +264,8 @@ class RegionStore:
     # ---- pruning ----
 
     def prune(self, fragment: int, keep_from_version: int) -> None:
-        """Remove payloads and states of versions before `keep_from_version`.
-
-        Files that recovery may need stay in any case: the last STATES_KEPT states, and every payload after the older
-        of them. An archive keeps all payloads and the states at version 0.
-
-        Raises StorageError: the disk refused.
-        """
+        """Remove payloads and states of versions before `keep_from_version`, but nothing that recovery may need: the
+        last STATES_KEPT states, and every payload after the older one. An archive keeps more. Raises StorageError."""
         states = self._listing(self._states)[fragment]
         kept_states = states[-STATES_KEPT:]
         oldest_kept = kept_states[0][0] if kept_states else -1

@@ -81,10 +81,7 @@ class SwappedObject(BucketObjects):
             return {meta["path"]: meta["last_modified"] for chunk in chunks for meta in chunk}
 
     def check(self, folder: str) -> None:
-        """Try the conditions on an object of its own below a folder.
-
-        Raises StoreRefused: the store does not keep to them, or refuses; the message says what to do.
-        """
+        """Try the conditions on an object of its own below a folder. Raises StoreRefused: they don't hold."""
         key = f"{folder}/probe-{secrets.token_hex(8)}"
         is_made = self.swap(key, b"1", None)
         try:

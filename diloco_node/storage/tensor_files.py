@@ -103,10 +103,7 @@ def write_state(path: Path, theta: F32, momentum: F32, *, fragment: int, version
 
 
 def read_header(path: Path) -> TensorHeader:
-    """Read the header and check it against its checksum, the file's name and size.
-
-    Raises DamagedFile: it is. StorageError: missing, or it can't be read now.
-    """
+    """Read the header, checked with the file's name and size. Raises DamagedFile. StorageError: it can't be read."""
     try:
         with path.open("rb") as file:
             return _checked_header(path, file)

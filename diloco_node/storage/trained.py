@@ -1,10 +1,9 @@
 """Trained counters: what each life of a region's learner trained, in shared memory and in a file of 20 bytes.
 
-The learner writes steps and tokens of its incarnation into an area of the supervisor's memory at each step. The write
-never waits for a disk, and a SIGKILL of the learner does not undo it. `learner/trained-<incarnation>` in the region's
-state folder holds the same, two little-endian u64 and their CRC-32, for when the memory is gone. The learner saves it
-before a contribution is announced, the daemon before it tells what died, and every few seconds. Counts that are booked
-must survive a power cut, so a file is durable before its counts are told.
+The learner writes steps and tokens of its incarnation into the supervisor's memory at each step: no write waits for a
+disk, and no SIGKILL undoes it. `learner/trained-<incarnation>` holds the same, two little-endian u64 and their CRC-32,
+for when the memory is gone. Booked counts must survive a power cut, so learner and daemon save it before they tell
+them.
 """
 
 from __future__ import annotations
@@ -45,12 +44,8 @@ _DIGITS_MAX: Final = len(str(INCARNATION_MAX))
 
 
 class TrainedCounter:
-    """The learner's side of its trained counter: steps and tokens of this incarnation.
-
-    area: AREA_BYTES of memory that outlives this process.
-
-    Raises StorageError: the daemon has not allotted this incarnation, or the file can't be opened.
-    """
+    """The learner's side of its counter. area: AREA_BYTES of memory that outlives this process. Raises StorageError:
+    the daemon has not allotted this incarnation."""
 
     def __init__(self, state_dir: Path, incarnation: int, area: mmap.mmap) -> None:
         self._state_dir = state_dir
@@ -70,8 +65,7 @@ class TrainedCounter:
         self._area[start : start + _SLOT.size] = _SLOT.pack(self._incarnation, steps, tokens)
 
     def flush(self) -> None:
-        """Make the counters survive a power cut too. Takes a disk write, so not from the training thread. Raises
-        StorageError."""
+        """Make the counters survive a power cut, by a disk write: not for the training thread. Raises StorageError."""
         save_trained(self._state_dir, self._incarnation, self._area)
 
     def close(self) -> None:
@@ -90,11 +84,9 @@ class Trained:
 
 
 def read_trained(state_dir: Path, area: mmap.mmap | None = None) -> tuple[Trained, ...]:
-    """All counters in the state folder, by incarnation. They are durable on return: what is read may be told.
+    """All counters in the state folder, by incarnation, durable on return; `area` may have newer ones.
 
-    After a power cut one may lie behind the ledger: take the larger. area: for what is newer in the shared memory.
-
-    Raises StorageError: a counter file is damaged, or the disk refuses.
+    After a power cut one may lie behind the ledger: take the larger. Raises StorageError: a file is damaged.
     """
     numbers = [number for number, _ in _counter_files(state_dir)]
     # Each older file was synced by later reads: its slot is another life's, so nobody has written it since.
@@ -103,12 +95,9 @@ def read_trained(state_dir: Path, area: mmap.mmap | None = None) -> tuple[Traine
 
 
 def set_damaged_aside(state_dir: Path) -> tuple[str, ...]:
-    """Replace counters that are damaged by empty ones, each time before a learner attaches. Returns their names.
+    """Replace damaged counters by empty ones, before a learner attaches; their names. The numbers stay used.
 
-    Their numbers stay used. Steps of a dead learner beyond the ledger are not known then; the count of a living one is
-    still in the shared memory.
-
-    Raises StorageError: the disk refused.
+    What a dead learner did beyond the ledger is not known then; a living one's memory has it. Raises StorageError.
     """
     damaged_names = []
     for _, path in _counter_files(state_dir):
@@ -129,8 +118,7 @@ def _encode(steps: int, tokens: int) -> bytes:
 
 
 def _decode(raw: bytes) -> tuple[int, int] | None:
-    """Decode a count that `_encode` encoded and a learner can reach; None: damage. The ledger would refuse more for
-    ever."""
+    """Decode a count that `_encode` encoded, and that a learner can reach: the ledger refuses others. None: damage."""
     if len(raw) != _FILE_BYTES:
         return None
     steps, tokens = _COUNTERS.unpack_from(raw)
@@ -138,10 +126,7 @@ def _decode(raw: bytes) -> tuple[int, int] | None:
 
 
 def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None, *, is_durable: bool = False) -> Trained:
-    """Bring an incarnation's file up to what the shared memory says, durably. StorageError: as `read_trained`.
-
-    is_durable: what is in the file is so already.
-    """
+    """Bring an incarnation's file up to the memory, durably. is_durable: the file is. Raises as `read_trained`."""
     path = _counter_path(state_dir, incarnation)
     with _lock(path) as descriptor:
         raw = os.pread(descriptor, _FILE_BYTES + 1, 0)
@@ -191,11 +176,7 @@ def newest_incarnation(state_dir: Path) -> int:
 
 def allot_incarnation(state_dir: Path, rule: Callable[[int], int] = lambda newest: newest + 1) -> int:
     """A number for a new life of the learner, higher than every one before; its counter file is durable on return.
-
-    rule: gives it, by the newest life in the folder; the ledger may know of more, when the disk was lost.
-
-    Raises StorageError: the file can't be made.
-    """
+    rule: gives it by the newest one here: the ledger may know of more. Raises StorageError."""
     number = rule(newest_incarnation(state_dir))
     path = _counter_path(state_dir, number)
     try:

@@ -85,8 +85,7 @@ class ChildExited:
 
 
 class ChildLog:
-    """A process's log file with a size limit, for one reader thread at a time. tail: its last TAIL_BYTES of
-    this life."""
+    """A log file with a size limit, for one reader thread at a time. tail: its last TAIL_BYTES of this life."""
 
     def __init__(self, path: Path, is_echoing: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,10 +136,7 @@ class ChildLog:
 
 class Child:
     """A process that the supervisor keeps running, through all its lives. death_signal: what it gets when that dies.
-
-    logs_errors_only: its standard output is for people: it is shown, and is not in its log. is_shown: its log is shown,
-    too; all of them are with `is_verbose`.
-    """
+    logs_errors_only: its standard output is shown, and not logged. is_shown: its log is, too."""
 
     def __init__(
         self,
@@ -295,8 +291,7 @@ class Child:
             _kill_group(self._process.pid, number)
 
     def _kill_left_behind(self, number: int, but_group: int = 0) -> None:
-        """Kill ranks of a launcher and the like, but not a process group that is left alone: that learners are forked
-        from."""
+        """Kill ranks of a launcher and the like, but no process group left alone: that learners are forked from."""
         for pid in _left_behind(self._marks):
             if self.forks is None or pid != self.forks.pid:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -305,8 +300,7 @@ class Child:
 
 
 def reap_strangers(own: Collection[int]) -> None:
-    """Reap zombies that are children of this process but none of `own`: the first process of a container inherits the
-    orphans of all others there."""
+    """Reap zombies that are children of this process but none of `own`: a container's orphans come to it."""
     with contextlib.suppress(OSError):
         for folder in Path("/proc").iterdir():
             if folder.name.isdecimal() and int(folder.name) not in own:
@@ -328,11 +322,8 @@ def _kill_group(pid: int, number: int) -> None:
 
 
 def end_orphans(memory: str, state_dir: Path) -> list[int]:
-    """End what an earlier supervisor of this state folder started, and wait for that: it holds that one's memory, and
-    perhaps the device. Call with the folder's lock held. Returns the process ids.
-
-    It is asked first: its supervisor's end may have done so already, and it writes its checkpoint.
-    """
+    """End what an earlier supervisor of this state folder started, and wait for that: it holds its memory, perhaps the
+    device. It is asked first, for a checkpoint. Call with the folder's lock held. Returns the process ids."""
     victims: set[int] = set()
     kill_s = time.monotonic() + ORPHAN_LEAVES_S
     while orphans := {

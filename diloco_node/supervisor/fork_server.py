@@ -1,16 +1,15 @@
 """The process that a region's learners are forked from: it has imported what they import, and done nothing else.
 
-Importing torch takes seconds. A fork of a process that has imported it runs its first line within 0.1 s. The supervisor
-starts this file with the interpreter and the environment of the learner's command, and sends one order per start:
+A fork of a process that has imported torch runs its first line within 0.1 s, not after seconds. The supervisor starts
+this file with the interpreter and the environment of the learner's command, and sends one order per start:
 
     python [OPTIONS] fork_server.py SOCKET SUPERVISOR MODULES -- SCRIPT [ARGUMENTS]      or:  ... -- -m MODULE [...]
 
-A fork is sound only while this process has one thread and no device. So both are looked at after each import, and a
-module that breaks one of them is refused by name: then the supervisor starts learners afresh.
+A fork is sound only while this process has one thread and no device: both are looked at after each import, and a module
+that breaks this is refused by name. Then learners are started afresh.
 
-A learner is forked twice. The process between ends at once, so the kernel gives the learner to the supervisor, which
-makes itself the nearest subreaper for that moment. From then on it is a child of the supervisor like any other: its
-exit status, its signals and its end with the supervisor do not depend on this process.
+A learner is forked twice. The process between ends at once, so the kernel gives the learner to the supervisor, which is
+the nearest subreaper for that moment. Then it is a child of the supervisor like any other.
 
 The conversation, in packets of JSON: `{"ready": seconds}` or `{"error": ...}` once; then for each order, which brings
 two descriptors, `{"pid": ...}` or `{"error": ...}`. The first descriptor is the learner's output. The learner begins

@@ -40,8 +40,7 @@ ABORT_S: Final = 3.0
 """For the stacks of all threads, which SIGABRT makes Python write, before SIGKILL."""
 
 REFUSED_S: Final = 600.0
-"""For what a script does once it was refused: write its own files, wait for a checkpoint, end its other ranks, load the
-model anew for another attach."""
+"""For a script that was refused: it may write files, wait for a checkpoint, end other ranks, load the model anew."""
 
 REFUSALS_MAX: Final = 3
 """In a row: who hides the same refusal three times would train outside of the run for ever, ten minutes each time."""
@@ -192,8 +191,7 @@ class LearnerWatch:
             longest_s = max(self._pauses, default=0.0)
             still = f"no step for {self.awake_s(self._stepped_s):.0f} s, its longest pause before was {longest_s:.1f} s"
             return self._hang(
-                f'{still}. Longer ones, such as evaluations, belong into `with diloco.busy("evaluation"):`',
-                now_s,
+                f'{still}. Longer ones, such as evaluations, belong into `with diloco.busy("evaluation"):`', now_s
             )
         return Action.NOTHING
 
@@ -243,8 +241,7 @@ class LearnerWatch:
         memory_kills: int = 0,
         place: PlaceMark | None = None,
     ) -> bool:
-        """A life is over; may the next one begin? code: as in subprocess. memory_kills: so far, see
-        `child.memory_kills`. place: where it stood at last."""
+        """A life is over; may the next one begin? code: as in subprocess. place: where it stood at last."""
         self.exit_code = code
         is_ours, self._aborted_s = self._aborted_s is not None, None
         is_refused = is_ours and self._refused_s is not None
@@ -252,27 +249,26 @@ class LearnerWatch:
         self.state = "waiting"
         if is_ours and not is_refused:
             return True  # the next one gets twice the time, so there is no loop of hangs
+        own = place if place != self.old_place else None  # None: this life has not attached
         # A handler of the script's may exit with any code. One that fails after a signal has not come to its end.
-        is_end = place is not None and (code == 0 or (code > 0 and place.has_ended))
-        if is_end and place != self.old_place and place is not None and place.is_interrupted:
+        if own is not None and own.is_interrupted and (code == 0 or (code > 0 and own.has_ended)):
             self.reason = "a signal from outside asked it to stop, and the run goes on"
             return True
-        has_attached = place != self.old_place
-        fault = place.fault if (code == 0 or is_refused) and place is not None and has_attached else ""
-        if place is not None and self._had_part(place):
-            fault = ""  # what other processes of this life were refused for is their affair
-        is_early = code == 0 and place is not None and not has_attached
+        # What other processes of a life that had its part were refused for is their affair.
+        is_refusal = own is not None and (code == 0 or is_refused) and not self._had_part(own)
+        fault = own.fault if own is not None and is_refusal else ""
+        is_early = code == 0 and place is not None and own is None
         self._early_ends = self._early_ends + 1 if is_early else 0
         self.reason = f"{_in_words(code)} after {lived_s:.1f} s"
         if fault:
             last_line = f"{HIDES}: {fault}"
-        elif code == 0 and place is not None and has_attached and not place.is_over:
-            fault = last_line = UNENDED
-        elif code == 0:  # a handler of the script's, while it still imported?
+        elif code == 0 and own is None:  # a handler of the script's, while it still imported?
             last_line = "it ended before attach()" + ", which the life before it had called" * is_early
-            if has_attached and place is not None:
-                way = "it ended without close() or a `with` block: its last steps are in no merge or checkpoint"
-                last_line = "" if place.has_left else way
+        elif code == 0 and own is not None and not own.is_over:
+            fault = last_line = UNENDED
+        elif code == 0 and own is not None:
+            way = "it ended without close() or a `with` block: its last steps are in no merge or checkpoint"
+            last_line = "" if own.has_left else way
         if code == 0 and not fault and (not is_early or self._early_ends > 1):  # twice: it has found its own result
             self.state, self.reason = "done", last_line
             return False

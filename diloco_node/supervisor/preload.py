@@ -1,10 +1,7 @@
 """The supervisor's end of the fork server (`fork_server.py`): one process per region that learners fork from.
 
-It runs beside the daemon and the learner. When it is ready, each start of the learner is a fork of it. While there is
-none, because it still imports or was killed, the learner starts afresh. It never decides anything: a learner that runs
-does not depend on it, and a fork server that does not answer is killed.
-
-Standard library only: the supervisor imports this.
+While there is none, because it still imports or was killed, the learner starts afresh. A learner that runs does not
+depend on it, and a fork server that does not answer is killed. Standard library only: the supervisor imports this.
 """
 
 from __future__ import annotations
@@ -290,10 +287,8 @@ def start_reader(pipe: IO[bytes], write: Callable[[bytes], None]) -> threading.T
 
 
 def give_way(pid: int) -> None:
-    """Lower the priority of a process that has just begun a session, and of what it starts in that session.
-
-    Ranks of torchrun have sessions of their own: those keep their share of a machine with few processors.
-    """
+    """Lower the priority of a process that has just begun a session, and of what it starts there. Ranks of torchrun
+    have sessions of their own, which keep their share."""
     with contextlib.suppress(OSError):
         niceness = os.getpriority(os.PRIO_PROCESS, 0) + LEARNER_NICENESS
         os.setpriority(os.PRIO_PROCESS, pid, min(niceness, LOWEST_NICENESS))
@@ -309,13 +304,8 @@ def give_way(pid: int) -> None:
 
 
 def autogroup_niceness(text: str) -> int:
-    """Niceness of a session by its `/proc/PID/autogroup`: `/autogroup-123 nice 5`.
-
-    The file is empty in the session that the kernel started with, whose processes count as niceness 0.
-
-    Raises:
-        ValueError: if the kernel writes something else.
-    """
+    """Niceness of a session by its `/proc/PID/autogroup`: `/autogroup-123 nice 5`; 0 where the file is empty, as in the
+    kernel's first session. Raises ValueError: it holds something else."""
     match text.split():
         case []:
             return 0

@@ -1,5 +1,4 @@
-"""The file `learner.json`, by which the supervisor tells its daemon of the learner's process; not durable, written
-anew."""
+"""The file `learner.json`, by which the supervisor tells its daemon of the learner's process; not durable."""
 
 from __future__ import annotations
 

@@ -63,13 +63,7 @@ from diloco_node.supervisor.preload import ForkServer, ServerEnded, ServerReady,
 from diloco_node.supervisor.process_file import write_process
 from diloco_node.supervisor.screen import SCREEN
 from diloco_node.supervisor.service_manager import NOTIFY_VARIABLES, ServiceManager
-from diloco_node.supervisor.supervisor_spec import (
-    FINAL_CODES,
-    LEARNER_SHARE,
-    LEAVE_S_MAX,
-    SCRIPT_CODE,
-    SupervisorSpec,
-)
+from diloco_node.supervisor.supervisor_spec import FINAL_CODES, LEARNER_SHARE, LEAVE_S_MAX, SCRIPT_CODE, SupervisorSpec
 from diloco_node.unix_sockets import socket_path
 
 BIND_CODE: Final = 3
@@ -274,8 +268,7 @@ class _Supervisor:
         return self._child_exited(event.child, event.code)
 
     def _look_at_daemon(self, now_s: float) -> list[float]:
-        """Tell the service manager once that it is up, and that this process lives; have it read its settings again.
-        When to come again."""
+        """Tell the service manager that it is up, and that this process lives; pass SIGHUP on. When to look next."""
         is_awaited = not self._is_ready or self._wants_reload
         is_up = is_awaited and self._daemon.is_running and (self._spec.state_dir / ADMIN_PORT_NAME).exists()
         if is_up and self._wants_reload:
@@ -454,11 +447,8 @@ class _Supervisor:
 
 
 def run_supervisor(spec: SupervisorSpec) -> int:
-    """Run a region's two processes until the run is over or a signal comes. Call from the main thread.
-
-    Returns: the exit code (see the module's docstring). Raises StorageError: the state folder can't be made or locked,
-    or another supervisor runs on it. BindError: the memory socket can't be bound.
-    """
+    """Run a region's two processes until the run is over or a signal comes; the exit code. From the main thread. Raises
+    StorageError: the state folder can't be made, or is in use. BindError: the memory socket can't be bound."""
     try:
         spec.state_dir.mkdir(parents=True, exist_ok=True)
         lock = (spec.state_dir / "supervisor.lock").open("a+b")

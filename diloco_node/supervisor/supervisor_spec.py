@@ -17,8 +17,7 @@ LEAVE_S_MAX: Final = 1800.0
 """For a learner to leave a finished run, where no step for any time is a hang."""
 
 LEARNER_SHARE: Final = 0.8
-"""Share of `stop_s` in which the learner saves, and has its last steps merged. The daemon gives its leadership away in
-the rest."""
+"""Share of `stop_s` in which the learner saves, and has its last steps merged. In the rest the daemon hands over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,9 +75,7 @@ async def first_success(
 ) -> T:
     """The result of the attempt that succeeds first. The next one begins after ATTEMPT_S, or when one has failed.
 
-    attempts: by name, the most hopeful first. discard: undoes what a slower attempt brought.
-
-    Raises LinkLost: none succeeded; with the reason of each, by name if there are several.
+    attempts: by name, the most hopeful first. discard: undoes a slower one. Raises LinkLost: none succeeded, and why.
     """
     waiting, running = list(attempts.items()), dict[asyncio.Future[T], str]()
     reasons: dict[str, str] = {}

@@ -30,9 +30,8 @@ CLOCK_KEY: Final = "diloco-clock"
 _CLOCK_DIGITS_MAX: Final = 20
 TRIES: Final = 10
 _WORDS_LOST: Final = "Internal error from Core"
-"""The error that grpc.aio gives when the peer refused before our hello was out, instead of the peer's words. Another
-try may be slower than the peer, or faster.
-"""
+"""The error that grpc.aio gives, instead of the peer's words, when the peer refused before our hello was out. Another
+try may be slower than the peer, or faster."""
 
 
 _DATES: Final = {
@@ -65,23 +64,15 @@ def clock_metadata() -> Metadata:
 
 
 def region_at(folder: Path, identity: Identity, address: str, *, timeout_s: float) -> tuple[str, str]:
-    """The region whose certificate is shown at an address, and our own host on the way to it.
-
-    Args:
-        folder: the certificate files that `identity` was read from.
-
-    Raises LinkLost: nobody listens there, or no region. PeerCertificateRefused: a region by another authority.
-    """
+    """The region whose certificate is shown at an address, and our own host on the way. folder: of `identity`. Raises
+    LinkLost: no region listens there. PeerCertificateRefused: one of another authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False  # the name in the certificate is what is asked for
     context.load_verify_locations(cadata=identity.ca_pem.decode())
     context.load_cert_chain(folder / NODE_CERT, folder / NODE_KEY)
     context.set_alpn_protocols(["h2"])
     try:
-        with (
-            socket.create_connection(host_and_port(address), timeout_s) as sock,
-            context.wrap_socket(sock) as tls,
-        ):
+        with socket.create_connection(host_and_port(address), timeout_s) as sock, context.wrap_socket(sock) as tls:
             encoding, own_host = tls.getpeercert(binary_form=True), str(tls.getsockname()[0])
         region, _ = names_of(x509.load_der_x509_certificate(encoding or b""), address)
     except ssl.SSLCertVerificationError as error:

@@ -1,10 +1,9 @@
 """The authority of a run, in the folder of its holder: regions are added, certificates renewed, the authority replaced.
 
 The folder has `ca.pem`, `ca.key`, and for each region NAME a subfolder with `ca.pem`, `node.pem` and `node.key`, which
-goes to that region. An authority is replaced in three steps, none of which stops a run. First `ca.pem` holds both, the
-new one and the old one, and goes to all regions. Then every certificate is renewed, by the new one. At last the old one
-is dropped. Files are replaced one by one, as wholes. A crash between two leaves a folder in which a region does not
-start, and that the same command mends.
+goes to that region. An authority is replaced in three steps, none of which stops a run. First `ca.pem` holds both, and
+goes to all regions. Then every certificate is renewed, by the new one. At last the old one is dropped. A crash between
+two files leaves a folder in which a region does not start, and that the same command mends.
 """
 
 from __future__ import annotations
@@ -116,10 +115,9 @@ def add_regions(
 def renew_regions(
     folder: Path, regions: Sequence[str] = (), *, now: dt.datetime | None = None, valid: dt.timedelta = VALID
 ) -> list[str]:
-    """Give regions, all where none is named, another key and certificate under their names. Returns the names, sorted.
+    """Give regions, all where none is named, another key and certificate. Returns the names, sorted.
 
-    Raises ConfigError: a region has no certificate here, or that of another; the key of the authority is not there, or
-    does not fit; the authority is over.
+    Raises ConfigError: a region has no certificate here, the authority's key is missing or does not fit, or it is over.
     """
     now = now or dt.datetime.now(dt.UTC)
     authority = _load_authority(folder, now)
@@ -155,10 +153,7 @@ def renew_authority(folder: Path, *, now: dt.datetime | None = None) -> list[str
 
 
 def drop_old_authority(folder: Path) -> list[str]:
-    """Trust the newest authority only, where the new `ca.pem` is. Returns the regions that get it, sorted.
-
-    Raises ConfigError: there is no older one, or a region's certificate is by it.
-    """
+    """Trust the newest authority only; the regions that get its `ca.pem`. Raises ConfigError: not possible yet."""
     authority = _load_authority(folder, None)
     newest, *older = authority.certificates
     if not older:

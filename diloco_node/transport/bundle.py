@@ -1,8 +1,7 @@
 """The bulk connections of one link as one way out: each takes the next frame as soon as its last write has returned.
 
-So a connection that is held up takes less, and nobody decides which one a chunk goes over. Where all of them are free
-they take turns. A message that can go at once takes no future and no task, and one timer watches the deadlines of all
-writes: all of this is done some thousand times per GB.
+So one that is held up takes less; free ones take turns. A message that can go at once takes no future and no task, and
+one timer watches all deadlines: all this is done some thousand times per GB.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ class Bundle:
         return len(self._streams) - 1
 
     async def until_free(self) -> None:
-        """Wait until a frame could go at once, behind those who wait already; who waits on may find another
-        one faster."""
+        """Wait until a frame could go at once, behind those who wait already; another may be faster then."""
         if self._free and not self._waiters.locked():
             return
         async with self._waiters:
@@ -59,11 +57,10 @@ class Bundle:
                 await self._freed.wait()
 
     async def write(self, frame: bytes, counts: list[int]) -> None:
-        """Hand a frame to the next connection that is free; where there are several, without waiting for the write.
+        """Hand a frame to the next free connection; where there are several, without waiting for the write.
 
-        counts: how many frames went over each connection; this one is added.
-
-        Raises LinkLost: the write failed, where this waits for it. One that is not taken in time ends `until_failed`.
+        counts: frames by connection; one is added. Raises LinkLost: the write failed. One not taken in time:
+        `until_failed`.
         """
         while not self._free:
             await self.until_free()
@@ -76,8 +73,7 @@ class Bundle:
             await self._write(connection, frame)
 
     def write_first(self, frame: bytes) -> asyncio.Future[None]:
-        """Have a frame written over the first connection, after all that were handed to it before; done when gRPC has
-        it."""
+        """Have a frame written over the first connection, after what was handed to it before; done when gRPC has it."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._first.append((frame, future))
         if 0 in self._free:
@@ -135,9 +131,7 @@ class Bundle:
         self._timer = loop.call_later(min(LOOK_S, WRITE_S), self._check)
 
     def _check(self) -> None:
-        """A write may be overdue. While there are writes one timer looks at all of them: a timer of its own for each
-        would cost more than the frame does otherwise.
-        """
+        """A write may be overdue. One timer looks at all: one for each would cost more than the frame does."""
         assert self._timer is not None
         look_s, self._timer = self._timer.when(), None
         if not self._due_s:

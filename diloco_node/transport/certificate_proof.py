@@ -13,11 +13,8 @@ from diloco_node.wire.envelope import Hello, Lane, check_hello, decode_hello
 
 
 async def hear(stream: DialedStream, ours: Hello, peer: str, credentials: Credentials) -> Hello:
-    """Read the hello of the accepting side, which answers ours, and learn its certificate.
-
-    Raises LinkLost: the stream ended. ProtocolViolation, PeerIncompatible: see `check_hello`. PeerCertificateRefused:
-    the certificate is not proved, or no link may be made with it.
-    """
+    """Read the hello of the accepting side, and learn its certificate. Raises LinkLost. ProtocolViolation,
+    PeerIncompatible: see `check_hello`. PeerCertificateRefused: it is not proved, or not good."""
     peer_hello = decode_hello(await stream.read())
     check_hello(ours, peer_hello, certificate_region=peer)
     certificate, proof = [await stream.peer_metadata(key) for key in (CERTIFICATE_KEY, PROOF_KEY)]

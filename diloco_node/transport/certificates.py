@@ -54,8 +54,7 @@ class Identity:
     """A node's key and certificates, checked by `load_identity`.
 
     Attributes:
-        region, run_id: as the certificate names them.
-        ca_pem, cert_pem, key_pem: what TLS needs. The key stays out of the repr.
+        region, run_id: as the certificate names them. ca_pem, cert_pem, key_pem: what TLS needs.
         certificate: of `cert_pem`. authorities: of `ca_pem`; several while one replaces another.
     """
 
@@ -71,10 +70,7 @@ class Identity:
         return f"Identity({tls_name(self.region, self.run_id)}, until {self.certificate.not_after:%Y-%m-%d})"
 
     def admit(self, encoding: bytes, peer: str) -> Certificate:
-        """Check a peer's certificate, DER, as TLS does: issuer, run and region. Its end is not looked at.
-
-        Raises PeerCertificateRefused: it is no certificate of this peer that an authority of ours has signed.
-        """
+        """Check a peer's certificate, DER, as TLS does, but not its end. Raises PeerCertificateRefused."""
         try:
             certificate = x509.load_der_x509_certificate(encoding)
         except (ValueError, x509.InvalidVersion):
@@ -115,12 +111,10 @@ def tls_name(region: str, run_id: str) -> str:
 def load_identity(
     folder: Path, *, region: str | None = None, run_id: str | None = None, now: dt.datetime | None = None
 ) -> Identity:
-    """Read a region's folder, as `init_run` makes it, and check that it will be accepted.
+    """Read a region's folder, as `init_run` makes it, and check that it will be accepted, for this region and run, now.
 
-    region, run_id: what the settings say; not compared when None. now: the clock's when None.
-
-    Raises IdentityError: a file is missing or unreadable, the certificate is expired, not yet valid, for another region
-    or run, not signed by the authority, or the key is another one. The message says what to do.
+    Raises IdentityError: a file is missing or damaged, the certificate has not begun or is over, is for another region
+    or run, by another authority, or has another key. The message says what to do.
     """
     ca_pem, cert_pem, key_pem = (read_pem(folder / name) for name in (CA_CERT, NODE_CERT, NODE_KEY))
     cert, *_ = parse_certificates(cert_pem, folder / NODE_CERT)

@@ -35,9 +35,8 @@ class Credentials:
     """Says which certificates are good now.
 
     Attributes:
-        identity: ours; new connections are made with it.
+        identity: ours, for new connections. shown: the certificate that each peer showed last.
         revocations: fingerprints that the ledger revokes. Links by them are closed within a second.
-        shown: the certificate that each peer showed last.
     """
 
     def __init__(self, identity: Identity) -> None:
@@ -72,10 +71,7 @@ class Credentials:
         return ""
 
     def link_fault(self, certificates: Iterable[Certificate], *, is_renewed: bool) -> str:
-        """Say why a link made with these certificates, ours and the peer's, may not go on; empty if it may.
-
-        is_renewed: our identity, and the authorities that it trusts, are others since.
-        """
+        """Say why a link with these certificates may not go on; empty: it may. is_renewed: ours is another."""
         for certificate in certificates:
             if why := self.fault(certificate):
                 return why

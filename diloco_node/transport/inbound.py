@@ -1,11 +1,10 @@
 """The receiving half of a bulk lane: frames of all its connections in, filled buffers out.
 
 At most one transfer of each lane (rounds, recovery, measurement) is open at a time. Begin, end and abort come over the
-first connection, chunks over any, each at its offset (`transport.reassembly`). A chunk that is ahead of its begin
-waits, and with it what follows on its connection; an end waits for the chunks that are still on their way elsewhere,
-and with it the next begin. Each chunk is checked and decoded into the handler's buffer: small ones at once, larger ones
-in a thread, a few at a time. Nothing but the bulk connections waits for that, so a slow decode never holds up the
-control lane.
+first connection, chunks over any, each at its offset (`transport.reassembly`). A chunk ahead of its begin waits, and
+with it what follows on its connection; an end waits for chunks on their way elsewhere, and with it the next begin. Each
+chunk is checked and decoded into the handler's buffer, larger ones in a thread. Nothing but the bulk connections waits
+for that: a slow decode never holds up the control lane.
 
 Why two connections never wait for each other for ever: a sender hands a transfer's chunks to connections after its
 begin, and its end after all of its chunks, and each connection keeps the order in which it was handed things. Say the
@@ -22,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 from diloco_node.codec.payload import decompress_chunk
 from diloco_node.errors import ProtocolViolation
@@ -37,25 +36,19 @@ DECODING_MAX: Final = 3
 """Chunks of one peer being decoded at once; a connection whose chunk is the next is not read before one is done."""
 
 
-Message_contra = TypeVar("Message_contra", contravariant=True)
-Header_contra = TypeVar("Header_contra", contravariant=True)
+class TransportHandler(Protocol):
+    """The receiver of messages and transfers. All calls are made on the event loop, and must not block it."""
 
-
-class TransportHandler(Protocol[Message_contra, Header_contra]):
-    """The receiver of the messages and transfers of some kinds. All calls are made on the event loop, and must
-    not block it.
-    """
-
-    def control_arrived(self, peer: str, message: Message_contra) -> None:
-        """A decoded control message."""
+    def control_arrived(self, peer: str, message: Any) -> None:
+        """A decoded control message, but none of `wire.link_messages`."""
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """The connections to the peer are up (hello done), or one of them is gone."""
 
-    def transfer_opened(self, peer: str, header: Header_contra, raw_bytes: int) -> memoryview | None:
+    def transfer_opened(self, peer: str, header: Any, raw_bytes: int) -> memoryview | None:
         """A transfer begins: return a writable buffer of exactly `raw_bytes`, or None to skip its bytes."""
 
-    def transfer_closed(self, peer: str, header: Header_contra, buffer: memoryview, *, is_whole: bool) -> None:
+    def transfer_closed(self, peer: str, header: Any, buffer: memoryview, *, is_whole: bool) -> None:
         """The buffer is full, or (not whole) the transfer broke off."""
 
 
@@ -77,9 +70,7 @@ class _Open:
 
 
 class BulkInbound:
-    """Takes the frames of one peer's bulk connections. Call `feed` for each frame, in order on each connection, and
-    `close` once at the end.
-    """
+    """Takes the frames of one peer's bulk connections, in order on each. `feed` each frame; `close` at the end."""
 
     def __init__(self, peer: str, handler: TransportHandler, executor: Executor) -> None:
         self._peer = peer
@@ -99,10 +90,7 @@ class BulkInbound:
         return bool(self._open) or self.waiting > 0
 
     async def feed(self, frame: bytes, connection: int = 0) -> None:
-        """Take one frame; waits while frames before it are missing, and while `DECODING_MAX` chunks are being decoded.
-
-        Raises ProtocolViolation, PayloadCorrupt: the link must be dropped.
-        """
+        """Take one frame, when those before it are there. Raises ProtocolViolation, PayloadCorrupt."""
         if self._failure is not None:
             raise self._failure
         message = decode_bulk(frame)

@@ -1,12 +1,8 @@
 """How fast one peer's messages are taken: what is beyond waits in the peer's own connection, nothing is dropped.
 
-Each kind of message has a token bucket, all kinds together have one, and so have the bytes of the control lane. An
-honest peer never empties one of them. When one is empty the peer's connection is not read for a moment, so HTTP/2's
-flow control stops the peer, and its memory holds what is too much. An AppendEntries can come late so, never be lost.
-
-How often an honest region sends one kind of message: a leader repeats to each region what each round in flight lacks
-once a heartbeat, and the answer has a message for each region. This makes `regions x rounds in flight` for one
-heartbeat.
+Each kind of message has a token bucket, all kinds together have one, and so have the bytes of the control lane. When
+one is empty the peer's connection is not read for a moment, so HTTP/2's flow control stops the peer. An honest one
+never empties one: of one kind it sends at most `regions x rounds in flight` in a heartbeat.
 """
 
 from __future__ import annotations
@@ -34,8 +30,7 @@ BURST_S: Final = 2
 HEARTBEAT_NS_MIN: Final = 10_000_000
 
 BYTES_PER_S: Final = 4 * 2**20
-"""A message of the largest size each second in the control lane; decoding takes a tenth of a second. Ten thousand
-entries of the ledger are as much."""
+"""A message of the largest size each second in the control lane, as ten thousand entries are: decoding takes 0.1 s."""
 
 
 def messages_per_s(regions: int, *, rounds_in_flight: int, heartbeat_ns: int) -> int:

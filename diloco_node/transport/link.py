@@ -1,19 +1,16 @@
 """The link to one peer: who dials, which of two links wins, and what runs while it is up.
 
 A **session** is one pair of streams (control and bulk), made by one dial of one side, and the further bulk connections
-that this side opens while it lasts. A **link** is what stays: it has at most one session at a time, and dials again
-when there is none.
+of that side. A **link** is what stays: it has at most one session at a time, and dials again when there is none.
 
-The side with the smaller name dials, if it knows an address; else the other. When there has been no session for
-`fallback_s`, the other side tries as well. A process that has just started dials once whatever its name is: the peer
-has dialled in vain while it was away, and its next dial may be seconds ahead (D-099). Two dials that cross are resolved
-the same way on both sides: once the smaller name's hello is on its way its session wins; until then an incoming one
-does, and its own dial is given up. In all other cases the newer session replaces the older, for only who has lost a
-session makes another one.
+The side with the smaller name dials, if it knows an address; else the other, which also tries when there has been no
+session for `fallback_s`. A process that has just started dials once whatever its name is (D-099). Two dials that cross
+are resolved the same way on both sides: once the smaller name's hello is on its way its session wins; until then an
+incoming one does, and its own dial is given up. In all other cases the newer session replaces the older, for only who
+has lost a session makes another one.
 
-Two processes with one certificate: while the one that was started last is linked and alive, the other one is
-refused. A process that most of its peers refuse so, for longer than a dead link is taken for alive, ends
-(`SupersededError`).
+Of two processes with one certificate the older one is refused while the newer is linked and alive. A process that most
+of its peers refuse so, for longer than a dead link is taken for alive, ends (`SupersededError`).
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from diloco_node.transport.streams import (
     dial,
     raise_if_cancelled,
 )
-from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX, Hello, Lane, check_joined, encode_hello, encode_joined
+from diloco_node.wire.envelope import JOINED_FRAME, TRANSFER_CONNECTIONS_MAX, Hello, Lane, check_joined, encode_hello
 
 REMAKE_PAUSE_MAX_S: Final = 60.0
 """Where a peer does not trust our newest certificate yet, or was busy."""
@@ -153,10 +150,8 @@ class PeerLink:
         return latest.certificates[0] != self.env.credentials.identity.certificate
 
     async def remake(self) -> PeerError | None:
-        """Replace the session by one that is made with our newest certificate. The old one goes on until the new one is
-        up, and if that fails. Without an address the session is dropped: the peer dials. Returns why it failed, or
-        None.
-        """
+        """Replace the session by one with our newest certificate; the old one goes on until that is up. Without an
+        address it is dropped: the peer dials. Returns why it failed, or None."""
         if self.session is None or self._dialing is not None:
             return None
         if self.address is None:
@@ -172,8 +167,7 @@ class PeerLink:
         return None
 
     def turned_away(self, error: PeerIncompatible) -> None:
-        """The peer called, and does not belong here. It is the reason why there is no link, where the peer is the one
-        that dials."""
+        """The peer called, and does not belong here: why there is no link, where it is the peer that dials."""
         if self.session is None:
             self._error = str(error)
 
@@ -195,7 +189,8 @@ class PeerLink:
                         continue
             may_wait = True
             started_s = asyncio.get_running_loop().time()
-            why = await self._dial_once()
+            session = await self._dial_session(None)
+            why = await self.run_session(session) if isinstance(session, Session) else session
             raise_if_cancelled()
             if asyncio.get_running_loop().time() - started_s > times.backoff_max_s:
                 backoff.reset()
@@ -207,13 +202,8 @@ class PeerLink:
                 await asyncio.sleep(min(rest_s, 1.0))
                 rest_s -= 1.0
 
-    async def _dial_once(self) -> PeerError | None:
-        """Dial once, and live through the session. Returns why it failed or ended; None when it was superfluous."""
-        session = await self._dial_session(None)
-        return await self.run_session(session) if isinstance(session, Session) else session
-
     async def _dial_session(self, old: Session | None) -> Session | PeerError | None:
-        """Dial once. `old`: the session to replace, if there is one. Returns as `_dial_once`."""
+        """Dial once. `old`: the session to replace. Returns why it failed; None: it was superfluous."""
         if old is None:
             self._set_state(LinkState.DIALING)
         self.dials += 1
@@ -269,8 +259,7 @@ class PeerLink:
                 raise LinkLost(f"{self.peer} at {self.address}: no hello within {env.times.hello_s:.0f} s") from None
             raise
         more = partial(self.dial_more, address, instance, dial_number)
-        control, bulk = streams[Lane.CONTROL], streams[Lane.BULK]
-        return Session(self.peer, control, bulk, env, own=own, intake=self.intake, instance=instance, more=more)
+        return Session(self.peer, streams, env, own, self.intake, instance=instance, more=more)
 
     async def dial_more(self, address: str, instance: bytes, dial_number: int, connection: int) -> DialedStream:
         """Open one more bulk connection of a session that is up. Raises PeerError."""
@@ -283,7 +272,7 @@ class PeerLink:
                 peer_hello = await hear(stream, ours, self.peer, self.env.credentials)
                 if peer_hello.instance_id != instance:
                     raise LinkLost(f"{self.peer} at {address}: another process answers than the one we are linked with")
-                await stream.write(encode_joined())
+                await stream.write(JOINED_FRAME)
         except BaseException as error:
             await stream.aclose()
             if isinstance(error, TimeoutError):
@@ -344,16 +333,9 @@ class PeerLink:
         try:
             if len(streams) == len(Lane):
                 del self.accepted[key]
-                control, bulk = streams[Lane.CONTROL], streams[Lane.BULK]
+                instance, number = key
                 session = Session(
-                    self.peer,
-                    control,
-                    bulk,
-                    self.env,
-                    own=own,
-                    intake=self.intake,
-                    instance=hello.instance_id,
-                    accepted_dial=hello.dial,
+                    self.peer, streams, self.env, own, self.intake, instance=instance, accepted_dial=number
                 )
                 self._spawn(self.run_session(session))
             else:
@@ -365,9 +347,7 @@ class PeerLink:
                 del self.accepted[key]
 
     async def _accept_more(self, hello: Hello, stream: AcceptedStream) -> PeerError | None:
-        """Take a further bulk connection of the session that is up. Until the peer says that it uses it, it is nothing:
-        a greeting that fails on the way costs the session nothing.
-        """
+        """Take a further bulk connection of the session; a greeting that fails costs nothing until it is used."""
         session = self.session
         if not 0 < hello.connection < TRANSFER_CONNECTIONS_MAX:
             raise ProtocolViolation(

@@ -20,13 +20,10 @@ class LinkState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """A link, for people.
+    """A link, for people. address: where we would dial, None if only the peer can.
 
-    Attributes:
-        address: where we would dial, None if only the peer can.
-        error: why there is no session, or why the last one ended; empty when nothing went wrong yet.
-        congestion, certificate: the peer's, as far as it has sent them. connections: that carry bulk now.
-        is_renewed: whether our side of the link is by the newest certificate that we have.
+    error: why there is no session, or why the last one ended. connections: that carry bulk now.
+    congestion, certificate: the peer's, as far as it has sent them. is_renewed: our side has our newest certificate.
     """
 
     state: LinkState

@@ -1,8 +1,7 @@
 """The port between regions stays open: gRPC's server, and another one when it closes by itself.
 
-grpc.aio ends its server when a peer calls a method whose name is no UTF-8: nobody listens any more, and nobody is told.
-So the listening socket is looked at. When it is gone, a new server takes the port. Calls of the old one go on; it is
-stopped when the last of them has ended.
+grpc.aio ends its server, without a word, when a peer calls a method whose name is no UTF-8. So the listening socket is
+looked at. A new server takes the port; the old one is stopped when the last of its calls has ended.
 """
 
 from __future__ import annotations

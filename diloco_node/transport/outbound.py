@@ -1,6 +1,6 @@
 """The sending half of the two lanes: a bounded queue of control frames, and transfers cut into chunks.
 
-Transfers to one peer are in lanes by what they are for (`wire.tables`): rounds go before recovery, chunk by chunk. In a
+Transfers to one peer are in lanes by what they are for (`BULK_LANES`): rounds go before recovery, chunk by chunk. In a
 lane they go one after the other: rounds by their ballot, else in the order of the requests. A chunk waits for the
 budget, and goes over the next connection that is free (`bundle`); what begins and ends a transfer goes over the first
 one, in the order in which all of it was handed over. While gRPC takes one chunk, a thread compresses the next. Flow
@@ -102,8 +102,7 @@ class _Transfer:
 
 
 class BulkOutbound:
-    """Transfers to one peer over one link. `transfer` from any task; `run` in one task; `close` when the
-    link is gone."""
+    """Transfers to one peer over one link. `transfer` from any task; `run` in one; `close` when the link is gone."""
 
     def __init__(self, peer: str, stream: Stream, executor: Executor, pacer: Pacer) -> None:
         self._peer = peer
@@ -129,10 +128,7 @@ class BulkOutbound:
         return self._bundle.add(stream)
 
     async def transfer(self, header: TransferHeader, body: memoryview) -> None:
-        """Send a body (a contiguous view of bytes); returns when gRPC has its end, and connections have every chunk.
-
-        It is not read any more when this returns, raises or is cancelled. Raises LinkLost: the link is or went down.
-        """
+        """Send a body of bytes, not read any more when this ends; returns when gRPC has its end. Raises LinkLost."""
         self._raise_if_lost()
         lane = BULK_LANES[type(header)]
         item = _Transfer(header, body, asyncio.get_running_loop().create_future())

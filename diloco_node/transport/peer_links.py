@@ -55,10 +55,8 @@ class PeerLinks:
     def follow(
         self, addresses: Mapping[str, str | None], former: Collection[str], *, messages_per_s: int | None = None
     ) -> None:
-        """Have links with these peers from now on; with the former ones only until they had time to hear so.
-
-        addresses: of all peers, the former ones too. messages_per_s: see `intake`; None: as before.
-        """
+        """Have links with these peers from now on; with the former ones, which have addresses, too, until they had time
+        to hear so. messages_per_s: None: as before."""
         for peer, address in sorted(addresses.items()):
             is_new = peer not in self.addresses
             moved_from, self.addresses[peer] = self.addresses.get(peer), address
@@ -91,10 +89,8 @@ class PeerLinks:
                 self._env.meter.assign(peer, (endpoint.ip, endpoint.port))
 
     async def renew(self) -> dict[str, PeerError]:
-        """Make each link again with the newest identity, one after the other. Returns by peer why that failed.
-
-        Such a link goes on with the old certificate until that ends, unless the peer's is not trusted any more.
-        """
+        """Make each link again with the newest identity, one after the other. Returns by peer why that failed: such a
+        link goes on until its certificate is not good any more."""
         failures: dict[str, PeerError] = {}
         for link in self.links.values():
             link.check_certificates(is_renewed=True)

@@ -1,6 +1,6 @@
 """The streams of a link while they live: control and the first bulk connection, each with a reader and a writer.
 
-The side that dialed opens more bulk connections when the link is worth them (`transport.connections`), while the
+The side that dialed opens more bulk connections when the link is worth them (`pacing.link_stats`), while the
 session goes on; one that can't be had is tried again later. Whatever ends first ends all of it, a further connection
 too: what it held can't be told from what has arrived. The handler then has its unfinished buffer back, and every
 transfer has failed.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,7 +30,7 @@ from diloco_node.transport.kernel.wire_meter import WireMeter
 from diloco_node.transport.outbound import BulkOutbound, ControlQueue
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.streams import DialedStream, Stream, raise_if_cancelled
-from diloco_node.wire.envelope import KIND_BEGIN, PING_FRAME, Hello, TransferBegin, decode_control
+from diloco_node.wire.envelope import KIND_BEGIN, PING_FRAME, Hello, Lane, TransferBegin, decode_control
 
 _log = structlog.get_logger(part="transport")
 
@@ -81,11 +81,10 @@ class LinkEnvironment:
 
     Attributes:
         hello: ours, apart from lane, dial and connection; another one once the run has begun.
-        is_advertised: the others know where to dial us.
-        meter: counts wire bytes; read once more just before the streams of a session are closed.
+        is_advertised: the others know where to dial us. meter: read once more before a session's streams are closed.
         connections: how many bulk connections the link to a peer is worth now.
         reject: called with (peer, error) for what is the peer's fault: counts it and logs it.
-        superseded: called with (peer, error) when a peer has refused us for a while because a newer process of ours is
+        superseded: called with (peer, error) when a peer has refused us for a while, for a newer process of ours is
             linked with it, and with (peer, None) when a link to it is up again.
         quarantine_reason: why a peer is shut out now, and for how long; empty when it is not.
         messages_per_s: what a peer may send of one kind of message.
@@ -120,10 +119,8 @@ async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
 
 
 def reason_of_end(peer: str, tasks: Iterable[asyncio.Task[None]], dropped: LinkLost | None) -> PeerError:
-    """Return the worst of what ended a session: a violation says more than the lost stream that follows it.
-
-    dropped: why it was dropped; None: it was not. Raises Exception: what is no fault of the peer (a bug of ours).
-    """
+    """The worst of what ended a session: a violation says more than the lost stream that follows it. Raises Exception:
+    a bug of ours. dropped: why it was dropped, or None."""
     errors = [task.exception() for task in tasks if task.done() and not task.cancelled()]
     for error in errors:
         if error is not None and not isinstance(error, PeerError):
@@ -138,7 +135,7 @@ def reason_of_end(peer: str, tasks: Iterable[asyncio.Task[None]], dropped: LinkL
 class Session:
     """The streams of one link while they live. `run` once; `drop` and `add` from anywhere.
 
-    control, bulk: the two streams that there always are. own: our certificate, as it was before they were made.
+    streams: of both lanes. own: our certificate, as it was before they were made.
     intake: the same for all sessions with the peer.
     instance: of the peer's process, from its hello. accepted_dial: the peer's number of this session; None: we dialed.
     more: opens the bulk connection of an index, where we dialed; raises PeerError.
@@ -147,13 +144,12 @@ class Session:
     def __init__(
         self,
         peer: str,
-        control: Stream,
-        bulk: Stream,
+        streams: Mapping[Lane, Stream],
         env: LinkEnvironment,
-        *,
         own: Certificate,
         intake: Intake,
-        instance: bytes = b"",
+        *,
+        instance: bytes,
         accepted_dial: int | None = None,
         more: More | None = None,
     ) -> None:
@@ -163,12 +159,12 @@ class Session:
         self._own_certificate = own
         self.intake = intake
         # Control first, then bulk in the order of their numbers. The session closes them all.
-        self.streams = [control, bulk]
+        self.streams = [streams[Lane.CONTROL], streams[Lane.BULK]]
         # Dials a further bulk connection; None where the peer dialed.
         self._more = more
         # Control frames that wait for the writer.
         self.queue = ControlQueue()
-        self.outbound = BulkOutbound(peer, bulk, env.executor, env.pacer)
+        self.outbound = BulkOutbound(peer, streams[Lane.BULK], env.executor, env.pacer)
         self._inbound = BulkInbound(peer, env.handler, env.executor)
         # When the last frame came, of any lane and of bulk; the second is moved on while the peer owes no bulk.
         self._received_s = 0.0
@@ -224,10 +220,7 @@ class Session:
         return self._has_run and silent_s < ALIVE_PINGS * self._env.times.ping_s
 
     async def run(self) -> PeerError:
-        """Carry frames both ways until one stream fails or `drop` is called. Returns why it ended.
-
-        Raises Exception: what is no fault of the peer (a bug of ours), after the streams were closed.
-        """
+        """Carry frames both ways until a stream fails or `drop` is called; why it ended. Raises Exception: our bug."""
         self._has_run = True
         self._received_s = self._bulk_received_s = asyncio.get_running_loop().time()
         self._env.pacer.link_up(self._peer)

@@ -1,8 +1,7 @@
 """Decides which peers are shut out for what they did, and for how long. Pure; times are monotonic nanoseconds.
 
-Three strikes within ten minutes: ten minutes of quarantine, and twice as long each time, up to a day. A peer that was
-free for a day begins again with ten minutes. An operator can lift the quarantine. A peer that the ledger expels
-is shut out until the ledger readmits it.
+Three strikes within ten minutes: ten minutes of quarantine, and twice as long each time, up to a day; after a free day
+ten minutes again. An operator can lift it. A peer that the ledger expels is shut out until the ledger readmits it.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ class Quarantine:
         self._records.setdefault(peer, _Record())
 
     def strike(self, peer: str, reason: str, *, now_ns: int) -> bool:
-        """Count what no honest peer does; whether it is shut out from now on.
-
-        Strikes from before the quarantine do not count again, nor do those that are found during it.
-        """
+        """Count what no honest peer does, but not in quarantine, nor twice; whether it is shut out from now on."""
         record = self._records.get(peer)
         if record is None or now_ns < record.until_ns:
             return False

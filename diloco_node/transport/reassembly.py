@@ -32,10 +32,7 @@ class Reassembly:
         self.arrived_bytes = 0
 
     def take(self, connection: int, offset: int, size: int) -> None:
-        """Take a chunk of at least one byte.
-
-        Raises ProtocolViolation: its bytes came before or are none of the transfer's, or it is on a wrong connection.
-        """
+        """Take a chunk of at least one byte. Raises ProtocolViolation: it is not one that may still come there."""
         stop = offset + size
         if stop > self._raw_bytes:
             raise ProtocolViolation(f"a chunk up to byte {stop} in a transfer of {self._raw_bytes}")

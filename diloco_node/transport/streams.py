@@ -12,7 +12,7 @@ import resource
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 from urllib.parse import unquote
 
 # gRPC prints handshake failures of every port scan to stderr, past our log. Set before its C library starts.
@@ -33,8 +33,7 @@ _STREAMS_PER_CONNECTION: Final = 2
 """A connection carries one call. Further calls of a peer have to wait."""
 
 ACCEPTED_CONNECTIONS_MAX: Final = 1024
-"""Accepted at once, whoever makes them: all connections of 64 regions, and hundreds in the middle of a handshake. A
-further one is closed."""
+"""Accepted at once, whoever makes them: all connections of 64 regions, and hundreds in a handshake. More are closed."""
 
 _KEEPALIVE_MS: Final = 10_000
 """HTTP/2's own pings: a line that carries nothing any more is noticed by gRPC, too."""
@@ -78,10 +77,6 @@ _CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.max_reconnect_backoff_ms", 600_000),
 ]
 
-_REDUNDANT: Final = grpc.StatusCode.ALREADY_EXISTS
-_DUPLICATE: Final = grpc.StatusCode.ABORTED
-
-
 Server: TypeAlias = aio.Server
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 """Keys and values that are sent beside the frames of a call. A receiver passes over a key that it does not know."""
@@ -97,28 +92,14 @@ class DuplicateInstance(LinkLost):
     """Two live processes have one certificate: the one that was started first gets this error."""
 
 
-class Stream(Protocol):
-    """Frames in both directions. It has a reader task, a writer task, and `close` from anywhere.
-
-    certificate: by which the peer is linked; None where nobody asks.
-    """
-
-    certificate: Certificate | None
-
-    async def read(self) -> bytes:
-        """The next frame. Raises LinkLost at the end of the stream."""
-
-    async def write(self, frame: bytes) -> None:
-        """Hand a frame to gRPC; waits while its windows are full. Raises LinkLost."""
-
-    def close(self, error: PeerError | None = None) -> None:
-        """End both directions now; what was not sent yet is lost. An accepted stream sends the peer the error."""
+_REFUSALS: Final = {grpc.StatusCode.ALREADY_EXISTS: RedundantDial, grpc.StatusCode.ABORTED: DuplicateInstance}
+"""By the status with which an accepting side ends the call."""
 
 
 class DialedStream:
-    """The dialing side of a stream; owns its channel. endpoint: of the peer that has answered; None where nobody asks.
+    """The dialing side of a stream; owns its channel. It has a reader task, a writer task, and `close` from anywhere.
 
-    challenge: ours, that the peer must answer (`credentials`).
+    endpoint: of the peer that has answered; None where nobody asks. challenge: ours, that it answers (`credentials`).
     """
 
     def __init__(
@@ -132,7 +113,7 @@ class DialedStream:
         challenge: str = "",
     ) -> None:
         self.endpoint = endpoint
-        # The peer's, once it was proved; see `Stream`.
+        # The peer's, once it was proved; None where nobody asks.
         self.certificate: Certificate | None = None
         self.challenge = challenge
         self._channel = channel
@@ -141,7 +122,7 @@ class DialedStream:
         self._address = address
 
     async def read(self) -> bytes:
-        """See `Stream.read`."""
+        """The next frame. Raises LinkLost at the end of the stream."""
         try:
             frame = await self._call.read()
         except (aio.AioRpcError, aio.BaseError, asyncio.InvalidStateError) as error:
@@ -151,7 +132,7 @@ class DialedStream:
         return frame
 
     async def write(self, frame: bytes) -> None:
-        """See `Stream.write`."""
+        """Hand a frame to gRPC; waits while its windows are full. Raises LinkLost."""
         try:
             await self._call.write(frame)
         except (aio.AioRpcError, aio.BaseError, asyncio.InvalidStateError) as error:
@@ -171,14 +152,12 @@ class DialedStream:
             code, details = grpc.StatusCode.OK, ""
         if code is grpc.StatusCode.OK:
             details = "the peer ended the stream"
-        if code is _REDUNDANT:
-            return RedundantDial(f"{self._peer} at {self._address}: {details}")
-        if code is _DUPLICATE:
-            return DuplicateInstance(f"{self._peer} at {self._address}: {details}")
+        if code in _REFUSALS:
+            return _REFUSALS[code](f"{self._peer} at {self._address}: {details}")
         return LinkLost(f"{self._peer} at {self._address}: {explain(details or str(code))}")
 
     def close(self, error: PeerError | None = None) -> None:
-        """See `Stream.close`."""
+        """End both directions now; what was not sent yet is lost."""
         del error  # a call can only be cancelled, not refused
         self._call.cancel()
 
@@ -192,7 +171,7 @@ class AcceptedStream:
     """The accepting side of a stream. Its RPC ends when the handler that waits on `until_closed` returns."""
 
     def __init__(self, context: Any, *, peer: str) -> None:
-        # The peer's, once it was found good; see `Stream`.
+        # The peer's, once it was found good.
         self.certificate: Certificate | None = None
         self._context = context
         self._peer = peer
@@ -200,7 +179,7 @@ class AcceptedStream:
         self._error: PeerError | None = None
 
     async def read(self) -> bytes:
-        """See `Stream.read`."""
+        """See `DialedStream.read`."""
         try:
             frame = await self._context.read()
         except (aio.BaseError, asyncio.InvalidStateError) as error:
@@ -210,7 +189,7 @@ class AcceptedStream:
         return frame
 
     async def write(self, frame: bytes) -> None:
-        """See `Stream.write`."""
+        """See `DialedStream.write`."""
         try:
             await self._context.write(frame)
         except (aio.BaseError, asyncio.InvalidStateError) as error:
@@ -228,7 +207,7 @@ class AcceptedStream:
             raise LinkLost(f"{self._peer}: the stream broke off ({error})") from None
 
     def close(self, error: PeerError | None = None) -> None:
-        """See `Stream.close`."""
+        """See `DialedStream.close`; the peer gets the error."""
         if not self._closed.is_set():
             self._error = error
         self._closed.set()
@@ -237,6 +216,9 @@ class AcceptedStream:
         """Return when somebody called `close`: the error that it was called with."""
         await self._closed.wait()
         return self._error
+
+
+Stream: TypeAlias = DialedStream | AcceptedStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,11 +252,8 @@ def caller(context: Any) -> Caller:
 
 async def refuse(context: Any, error: PeerError) -> None:
     """End an accepted call with the reason, for the dialing side's log. Never returns normally."""
-    codes: tuple[tuple[type[PeerError], grpc.StatusCode], ...] = (
-        (RedundantDial, _REDUNDANT),
-        (DuplicateInstance, _DUPLICATE),
-    )
-    code = next((code for kind, code in codes if isinstance(error, kind)), grpc.StatusCode.FAILED_PRECONDITION)
+    codes = (code for code, kind in _REFUSALS.items() if isinstance(error, kind))
+    code = next(codes, grpc.StatusCode.FAILED_PRECONDITION)
     await context.abort(code, str(error)[:1024].encode("ascii", "backslashreplace").decode())
 
 
@@ -294,9 +273,8 @@ def make_server(
     connections = ("grpc.max_allowed_incoming_connections", connections_max())
     server = aio.server(options=[*_SERVER_OPTIONS, handshake, connections])
     server.add_generic_rpc_handlers((_Calls(serve),))
-    credentials = _DynamicCredentials(identity)
     try:
-        port = server.add_secure_port(address, credentials.server())
+        port = server.add_secure_port(address, _server_credentials(identity))
     except ValueError as error:
         raise IdentityError(f"TLS refuses our certificate for {identity().region}: {error}") from error
     except RuntimeError:
@@ -309,24 +287,16 @@ def make_server(
     return server, port
 
 
-class _DynamicCredentials:
-    """Has gRPC take another identity from the next handshake on."""
+def _server_credentials(identity: Callable[[], Identity]) -> grpc.ServerCredentials:
+    """Have gRPC take another identity from the next handshake on."""
+    current = identity()
 
-    def __init__(self, identity: Callable[[], Identity]) -> None:
-        self._identity = identity
-        self._current = identity()
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal current
+        before, current = current, identity()
+        return None if current is before else _configuration(current)
 
-    def server(self) -> grpc.ServerCredentials:
-        return grpc.dynamic_ssl_server_credentials(
-            _configuration(self._current), self._changed, require_client_authentication=True
-        )
-
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        identity = self._identity()
-        if identity is self._current:
-            return None
-        self._current = identity
-        return _configuration(identity)
+    return grpc.dynamic_ssl_server_credentials(_configuration(current), changed, require_client_authentication=True)
 
 
 def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
@@ -336,9 +306,8 @@ def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
 
 
 def connections_max() -> int:
-    """How many connections may come in: at most half of this process's descriptors. The rest is for its own files,
-    dials and the admin port: a flood of connections must not keep a payload from the disk.
-    """
+    """How many connections may come in: at most half of this process's descriptors. A flood of them must not keep a
+    payload from the disk."""
     return min(ACCEPTED_CONNECTIONS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
@@ -364,12 +333,8 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
 async def dial(
     identity: Identity, peer: str, address: str, lane: Lane, *, timeout_s: float, metadata: Metadata = ()
 ) -> DialedStream:
-    """Connect to a peer, at any address of its name, and open the call of one lane with its `metadata`.
-
-    timeout_s: once the name is resolved, to connect and finish TLS.
-
-    Raises LinkLost: names the peer, the address, the stage that failed, and the time it took.
-    """
+    """Connect to a peer, at any address of its name, and open the call of one lane. timeout_s: without resolving the
+    name. Raises LinkLost: names the peer, the address, the stage that failed, and the time it took."""
     loop = asyncio.get_running_loop()
     started_s = loop.time()
     challenge = new_challenge()
@@ -432,9 +397,8 @@ async def _failure(channel: aio.Channel) -> str:
 
 
 def raise_if_cancelled() -> None:
-    """gRPC swallows the cancellation of a task that waits for a call's start, and tells how the call ended instead. A
-    task that then goes on, as a dialer does, is waited for forever. So whoever dials again calls this first.
-    """
+    """Call this before dialing again: gRPC swallows the cancellation of a task that waits for a call's start, and a
+    task that goes on is waited for forever."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -20,7 +20,6 @@ from typing import Any, Final
 import structlog
 
 from diloco_node.config.budget_plan import BudgetPlan
-from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.errors import (
     ConfigError,
     IdentityError,
@@ -35,7 +34,6 @@ from diloco_node.errors import (
 from diloco_node.transport.asking import clock_metadata
 from diloco_node.transport.certificates import Identity, tls_name
 from diloco_node.transport.credentials import Credentials
-from diloco_node.transport.handlers import Handlers
 from diloco_node.transport.inbound import TransportHandler
 from diloco_node.transport.intake import MESSAGES_PER_S
 from diloco_node.transport.kernel.tcp_info import TcpCounters
@@ -84,22 +82,19 @@ class GrpcTransport:
     """Mutual TLS links to the other regions of a run. All methods are called on the event loop.
 
     Args:
-        region: our name. run_id, settings_digest, founding_digest, manifest_digest: see `Hello`.
-        identity: from `certs.load_identity`. listen: host and port; port 0 takes a free one, see `port`.
+        region: our name. run_id, settings_digest, founding_digest, manifest_digest, settings, model, role: see `Hello`.
+        identity: from `load_identity`. listen: host and port; port 0 takes a free one, see `port`.
         peers: the other regions, each with `host:port`, or None where we can't dial.
         handler: gets what arrives. executor: threads for compression and decoding.
         is_advertised: the others know our address. If not, we dial at once instead of giving them the first turn.
         times: deadlines. seed: of the jitter between dials. budget: see `Pacer.set_plan`.
-        connections: for bulk to each peer that we dial; None: as many as a link is worth (`transport.connections`).
-        superseded: called once, when most of the peers are linked with a newer process that has our certificate.
-        role: of this process; the others must have the same.
+        connections: for bulk to each peer that we dial; None: as many as a link is worth (`pacing.link_stats`).
+        on_superseded: called once, when most of the peers are linked with a newer process that has our certificate.
         messages_per_s: what one peer may send of one kind of message (`intake.messages_per_s`).
-        settings: what the digest is of, "name=value" each: so a peer whose settings differ is told which. model: the
-            same for the tensors, of `wire.tensor_listing`.
         show_run: the run, for a region of its authority that asks to join.
 
-    Raises ConfigError: peers contain ourselves, or there can't be so many connections. IdentityError: the certificate
-    is for another region or run.
+    Raises ConfigError: we are among the peers, or there can't be so many connections. IdentityError: the certificate is
+    for another region or run.
     """
 
     def __init__(
@@ -112,7 +107,7 @@ class GrpcTransport:
         identity: Identity,
         listen: tuple[str, int],
         peers: Mapping[str, str | None],
-        handler: TransportHandler[Message, BulkHeader],
+        handler: TransportHandler,
         executor: Executor,
         is_advertised: bool = True,
         times: LinkTimes | None = None,
@@ -156,11 +151,10 @@ class GrpcTransport:
         self.meter = WireMeter()
         self.pacer = Pacer(peers, meter=self.meter, send=self.send)
         self.pacer.set_plan(budget)
-        self._handlers = Handlers(handler)
         self._env = LinkEnvironment(
             hello,
             self.credentials,
-            self._handlers,
+            handler,
             executor,
             self._times,
             is_advertised,
@@ -233,13 +227,6 @@ class GrpcTransport:
             await listener.stop()
         self.pacer.close()
 
-    def register(self, handler: TransportHandler[Any, Any], kinds: frozenset[type]) -> None:
-        """Have another handler take the messages and transfers of some kinds, before `start`.
-
-        It hears of each change of a link as well, after the one that the transport was made with.
-        """
-        self._handlers.register(handler, kinds)
-
     def send(self, peer: str, message: ControlMessage) -> bool:
         """Queue a control message; False if it was dropped, for the link is down or its queue is full."""
         if message is not self._encoded[0]:
@@ -273,8 +260,7 @@ class GrpcTransport:
     async def give_way(self) -> None:
         """Before each transfer of a measurement: wait while rounds or recovery are on their way to any peer.
 
-        On one link, and within a budget, their lanes go first anyway; without a budget only this keeps a measurement on
-        one link from taking the line from rounds on another. Not for ever: after `GIVE_WAY_S` one transfer may go.
+        Within a budget, and on one link, their lanes go first anyway. After `GIVE_WAY_S` one transfer may go.
         """
         if self._urgent and self.pacer.status()["egress_bytes_per_s"] is None:
             with contextlib.suppress(TimeoutError):
@@ -355,8 +341,7 @@ class GrpcTransport:
         _log.error("listener closed", peer=UNKNOWN_PEER, reason=reason, count=self.rejections[key])
 
     def link_superseded(self, peer: str, error: PeerError | None) -> None:
-        """The word of one peer is not enough: it could be broken, or captured. With one peer only, nobody can confirm
-        it."""
+        """One peer's word is not enough: it could be broken, or captured. With one peer only, nobody can confirm it."""
         if error is None:
             self._superseded_by.discard(peer)
             return
@@ -465,8 +450,7 @@ def _report(task: asyncio.Task[Any]) -> None:
 
 
 def new_instance_id(now_ns: int) -> bytes:
-    """16 bytes that no other process has. A process that was started later has a greater one, as far as clocks
-    agree."""
+    """16 bytes that no other process has; greater than those of a process that started earlier, by its clock."""
     return now_ns.to_bytes(8, "big") + secrets.token_bytes(8)
 
 

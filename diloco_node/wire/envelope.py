@@ -5,9 +5,9 @@ Every frame is one HTTP/2 (gRPC) message: one byte of kind, a fixed little-endia
 | kind | lane | after the kind |
 |---|---|---|
 | HELLO | both, first frame in each direction of each connection | msgpack `Hello` |
-| CONTROL | control | msgpack message (`tables.CONTROL`) |
+| CONTROL | control | msgpack message (`message_tables.CONTROL`) |
 | PING | control | nothing: the sender lives |
-| BEGIN | bulk | transfer id u64, raw bytes u64, msgpack header (`tables.HEADERS`) |
+| BEGIN | bulk | transfer id u64, raw bytes u64, msgpack header (`message_tables.HEADERS`) |
 | CHUNK | bulk | transfer id u64, offset u64, raw length u32, is_compressed u8, data |
 | END | bulk | transfer id u64, then for each connection the chunks that went over it u32 |
 | ABORT | bulk | transfer id u64, how many counts follow u8, these as in END, reason in UTF-8 |
@@ -31,7 +31,7 @@ from diloco_node.core.settings_body import LEDGER_KEYS
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
 from diloco_node.escaping import escaped
 from diloco_node.wire.field_bounds import BOUNDS
-from diloco_node.wire.message_schema import Limits, Schema
+from diloco_node.wire.message_schema import Schema
 from diloco_node.wire.message_tables import CONTROL, HEADERS, PROTOCOL_VERSION, ControlMessage, TransferHeader
 from diloco_node.wire.tensor_listing import tensor_difference
 
@@ -65,6 +65,7 @@ _ABORT: Final = struct.Struct("<BQB")
 _COUNT_BYTES: Final = 4
 
 PING_FRAME: Final = bytes([KIND_PING])
+JOINED_FRAME: Final = bytes([KIND_JOINED])
 
 SETTINGS_NAMED_MAX: Final = 4
 """Settings that differ which one line names; the rest is counted."""
@@ -136,13 +137,9 @@ class TransferBegin:
 
 @dataclass(frozen=True, slots=True)
 class TransferChunk:
-    """Raw bytes [offset, offset + raw_bytes) of a transfer.
+    """Raw bytes [offset, offset + raw_bytes) of a transfer. data: themselves, or a zstd frame of them; a view.
 
-    Attributes:
-        data: the bytes themselves, or one zstd frame of them. A view into the frame.
-
-    There is no checksum here: TLS authenticates every record, which is more than a CRC does, and a CRC of both sides
-    took a third of a transfer's CPU time.
+    There is no checksum here: TLS authenticates every record, and a CRC took a third of a transfer's CPU time.
     """
 
     transfer: int
@@ -171,9 +168,7 @@ class TransferAbort:
 
 BulkFrame = TransferBegin | TransferChunk | TransferEnd | TransferAbort
 
-_HELLO: Final[Schema[Hello]] = Schema(
-    {1: Hello}, bounds=BOUNDS, limits=Limits(message_bytes_max=4096 + LISTING_BYTES_MAX)
-)
+_HELLO: Final[Schema[Hello]] = Schema({1: Hello}, bounds=BOUNDS, bytes_max=4096 + LISTING_BYTES_MAX)
 
 
 _OTHER_ROLE: Final = {
@@ -192,11 +187,7 @@ def encode_hello(hello: Hello) -> bytes:
 
 
 def decode_hello(frame: bytes) -> Hello:
-    """Decode a first frame.
-
-    Raises PeerIncompatible: another protocol version, also when its other fields can't be read. ProtocolViolation: not
-    a hello.
-    """
+    """Decode a first frame. Raises PeerIncompatible: another version's. ProtocolViolation: no hello."""
     if not frame or frame[0] != KIND_HELLO:
         raise ProtocolViolation("the first frame on a stream must be a hello")
     try:
@@ -209,8 +200,7 @@ def decode_hello(frame: bytes) -> Hello:
 
 
 def _hello_version(frame: bytes) -> int | None:
-    """The protocol version in a hello of unknown shape: after the head and the tag 1, in every version a
-    small integer."""
+    """The protocol version in a hello of unknown shape: in all versions a small integer after head and tag 1."""
     head = 3 if frame[1:2] == b"\xdc" else 1
     tag, version = frame[1 + head : 2 + head], frame[2 + head : 3 + head]
     if tag == b"\x01" and version and version[0] < 0x80:
@@ -251,7 +241,7 @@ def _differences(ours: Hello, peer: Hello) -> list[str]:
         is_model = name == "manifest_digest"
         words = "" if is_model or name == "run_id" else settings_difference(ours.settings, peer.settings)
         words = tensor_difference(ours.model, peer.model) if is_model else words
-        differences.append(words or f"{name}: ours {_plain(here)}, theirs {_plain(there)}")
+        differences.append(words or f"{name}: ours {here!a}, theirs {there!a}")
     return list(dict.fromkeys(differences))
 
 
@@ -317,14 +307,9 @@ def encode_abort(transfer: int, reason: str, chunks: Sequence[int] = ()) -> byte
     return head + reason.encode("utf-8", "replace")[:REASON_BYTES_MAX]
 
 
-def encode_joined() -> bytes:
-    """A JOINED frame."""
-    return bytes([KIND_JOINED])
-
-
 def check_joined(frame: bytes) -> None:
     """Check that a frame is JOINED. Raises ProtocolViolation."""
-    if frame != encode_joined():
+    if frame != JOINED_FRAME:
         raise ProtocolViolation("a further bulk connection must begin with joined")
 
 
@@ -387,8 +372,3 @@ def _decode_chunk(frame: bytes) -> TransferChunk:
     if not flags and len(data) != raw_bytes:
         raise ProtocolViolation(f"an uncompressed chunk of {len(data)} bytes says that it has {raw_bytes}")
     return TransferChunk(transfer, offset, raw_bytes, bool(flags), data)
-
-
-def _plain(value: object) -> str:
-    """A value of a hello in an error message; escaped, for one of them comes from outside."""
-    return ascii(value) if isinstance(value, str) else str(value)

@@ -65,10 +65,7 @@ class FrozenTensor:
 
 
 def pack_frozen(index: int, tensors: Sequence[FrozenTensor]) -> bytes:
-    """Pack a region's tensors. Where they are too many, those whose names differ in numbers alone are one row.
-
-    index: the region's place among those of the run.
-    """
+    """Pack a region's tensors; where they are too many, summed by name. index: its place among those of the run."""
     for rows in ([tensor.row() for tensor in tensors], _sums_by_name(tensors), None):
         listing = zlib.compress(json.dumps([index, rows], separators=(",", ":")).encode(), 9)
         if len(listing) <= LISTING_BYTES_MAX:

@@ -31,7 +31,7 @@ from diloco_node.core.merge.fragments import Manifest, TensorSpec
 from diloco_node.core.types import CarryMode, Codec, Contribution, FragmentPosition, MergeRule
 from diloco_node.errors import ProtocolViolation
 from diloco_node.wire.field_bounds import BOUNDS
-from diloco_node.wire.message_schema import Limits, Schema
+from diloco_node.wire.message_schema import Schema
 
 LINK_PROTOCOL: Final = 5
 
@@ -92,8 +92,7 @@ class Attach:
     slots: tuple[int, ...] = ()
 
     def in_fragments(self, count: int) -> Attach:
-        """The same with a position and a snapshot for each of `count` fragments. Raises ProtocolViolation: it names
-        others."""
+        """The same with a position and a snapshot for each fragment. Raises ProtocolViolation: it names others."""
         if self.incarnation == NEW_PROCESS and not self.positions and not self.snapshots:
             return replace(self, positions=(UNATTACHED,) * count, snapshots=(NO_SNAPSHOT,) * count)
         if len(self.positions) != count or len(self.snapshots) != count:
@@ -283,14 +282,11 @@ class SnapshotRequested:
 
 @dataclass(frozen=True, slots=True)
 class VersionOffered:
-    """A slot of the version area holds `version`.
+    """A slot of the version area holds `version`. slot: which one; NO_SLOT is never sent.
 
     Attributes:
-        included_snapshot: number of the newest snapshot of this incarnation that the versions since the learner's base
-            include, or NO_SNAPSHOT.
-        is_last: the version is that of the run's last round of the fragment: after it, all own parameters are the
-            merged ones plus a few steps.
-        slot: which one; NO_SLOT is never sent.
+        included_snapshot: the newest one of this incarnation that the versions since its base include, or NO_SNAPSHOT.
+        is_last: after it, all own parameters of the fragment are the merged ones plus a few steps.
     """
 
     fragment: int
@@ -352,11 +348,13 @@ class SettingsChanged:
 
 ToLearner = Welcome | Refuse | SnapshotRequested | VersionOffered | Stop | RunAdvanced | ShardsGiven | SettingsChanged
 
-_LIMITS: Final = Limits(message_bytes_max=FRAME_BYTES_MAX)
-
 # The tag of a message is its place in the union, from 1.
-TO_DAEMON: Final[Schema[ToDaemon]] = Schema(dict(enumerate(get_args(ToDaemon), 1)), bounds=BOUNDS, limits=_LIMITS)
-TO_LEARNER: Final[Schema[ToLearner]] = Schema(dict(enumerate(get_args(ToLearner), 1)), bounds=BOUNDS, limits=_LIMITS)
+TO_DAEMON: Final[Schema[ToDaemon]] = Schema(
+    dict(enumerate(get_args(ToDaemon), 1)), bounds=BOUNDS, bytes_max=FRAME_BYTES_MAX
+)
+TO_LEARNER: Final[Schema[ToLearner]] = Schema(
+    dict(enumerate(get_args(ToLearner), 1)), bounds=BOUNDS, bytes_max=FRAME_BYTES_MAX
+)
 
 # ---- memory and frames -----------------------------------------------------------------------------------------------
 

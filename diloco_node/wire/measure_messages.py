@@ -187,10 +187,7 @@ class Probe:
 
 
 def check_request(request: MeasurementRequested | LinkTestRequested, *, is_daemon: bool) -> None:
-    """Refuse what is over the limits; those of a training daemon are lower.
-
-    Raises ProtocolViolation: names the field, the value and the range.
-    """
+    """Refuse what is over the limits, of a training daemon lower ones. Raises ProtocolViolation: which."""
     bytes_max = DAEMON_BYTES_MAX if is_daemon else BYTES_MAX
     limits = [("warm_up_ns", 0, WARM_UP_NS_MAX), ("span_ns", 1, SPAN_NS_MAX), ("bytes_max", 1, bytes_max)]
     if isinstance(request, LinkTestRequested):

@@ -7,7 +7,6 @@ There are no maps and no ext types. Decoding raises `ProtocolViolation` (a peer'
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 import msgpack
@@ -20,34 +19,19 @@ from diloco_node.errors import ProtocolViolation
 VALUES_MIN: Final = 256
 """So many arrays and scalars a message may hold however short it has to be."""
 
+ITEMS_MAX: Final = 65_536
+"""Length of one array, before anything is built of it."""
+
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of one message, whatever its fields may hold.
-
-    message_bytes_max: encoded size. items_max: length of one array, before anything is built of it.
-    """
-
-    message_bytes_max: int = 4 * 2**20
-    items_max: int = 65_536
-
-    @property
-    def values_max(self) -> int:
-        """Arrays and scalars in one message: the longest ones are floats, of more than 8 bytes. Bounds what decoding
-        takes to about ten times the message's limit."""
-        return max(VALUES_MIN, self.message_bytes_max // 8)
-
-
 class Schema(Generic[T]):
-    """A union of messages with one numeric tag each. Encoders and decoders are built once, in the constructor.
+    """A union of messages with one numeric tag each.
 
     Args:
         table: tag -> dataclass, for messages. Tags are part of the protocol: never reuse one.
-        inner: tag -> dataclass, for dataclasses that occur inside a message as a member of a union. They are no
-            messages by themselves. Tags may not overlap with those of `table`.
-        bounds: of every field, as `core.shapes.bound_of` finds them. limits: sizes that encode and decode hold.
+        inner: the same for members of unions inside of messages. Tags may not overlap with those of `table`.
+        bounds: of every field, as `core.shapes.bound_of` finds them. bytes_max: of a message, encoded.
 
     Raises TypeError: a hint that can't be encoded, or is nested deeper than `DEPTH_MAX`; a field without a bound.
     ValueError: a type or a tag that occurs twice.
@@ -59,9 +43,11 @@ class Schema(Generic[T]):
         *,
         bounds: Bounds,
         inner: Mapping[int, type] | None = None,
-        limits: Limits | None = None,
+        bytes_max: int = 4 * 2**20,
     ) -> None:
-        self.limits = limits or Limits()
+        self._bytes_max = bytes_max
+        # The longest values are floats, of more than 8 bytes. So decoding takes at most ten times the message's limit.
+        self._values_max = max(VALUES_MIN, bytes_max // 8)
         tags: dict[type, int] = {}
         for tag, cls in [*table.items(), *(inner or {}).items()]:
             if cls in tags or tag in tags.values():
@@ -91,17 +77,12 @@ class Schema(Generic[T]):
             raise ValueError(f"{type(message).__name__}{error.path}: {error.found}") from None
         fields[0] = tag
         data: bytes = msgpack.packb(fields)
-        if len(data) > self.limits.message_bytes_max:
-            raise ValueError(
-                f"{type(message).__name__} takes {len(data)} bytes, the limit is {self.limits.message_bytes_max}"
-            )
+        if len(data) > self._bytes_max:
+            raise ValueError(f"{type(message).__name__} takes {len(data)} bytes, the limit is {self._bytes_max}")
         return data
 
     def decode(self, data: bytes | memoryview) -> T:
-        """The message that the bytes hold.
-
-        Raises ProtocolViolation: anything but exactly one well-formed message of this schema; names the field.
-        """
+        """The message that the bytes hold. Raises ProtocolViolation: not just one well-formed message; which field."""
         fields = self._unpack(data)
         if type(fields) is not list or not fields or type(fields[0]) is not int:
             raise ProtocolViolation("a message must be an array that begins with a tag")
@@ -116,9 +97,8 @@ class Schema(Generic[T]):
         return message
 
     def _unpack(self, data: bytes | memoryview) -> Any:
-        limits = self.limits
-        if len(data) > limits.message_bytes_max:
-            raise ProtocolViolation(f"a message of {len(data)} bytes; the limit is {limits.message_bytes_max}")
+        if len(data) > self._bytes_max:
+            raise ProtocolViolation(f"a message of {len(data)} bytes; the limit is {self._bytes_max}")
         if len(data) <= SHORT_BYTES:
             return unpack_short(data)
-        return unpack(data, depth_max=DEPTH_MAX, values_max=limits.values_max, items_max=limits.items_max)
+        return unpack(data, depth_max=DEPTH_MAX, values_max=self._values_max, items_max=ITEMS_MAX)

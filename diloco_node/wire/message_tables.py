@@ -12,7 +12,7 @@ from diloco_node.core import messages
 from diloco_node.core.ledger.entries import BODY_TYPES
 from diloco_node.wire import link_messages, measure_messages
 from diloco_node.wire.field_bounds import BOUNDS
-from diloco_node.wire.message_schema import Limits, Schema
+from diloco_node.wire.message_schema import Schema
 
 PROTOCOL_VERSION: Final = 13
 
@@ -82,11 +82,9 @@ BULK_LANES: Final[dict[type, BudgetLane]] = {
 """The lane of the budget in which a transfer travels."""
 
 CONTROL: Final[Schema[ControlMessage]] = Schema(
-    MESSAGES, bounds=BOUNDS, inner=ENTRY_BODIES, limits=Limits(message_bytes_max=CONTROL_BYTES_MAX)
+    MESSAGES, bounds=BOUNDS, inner=ENTRY_BODIES, bytes_max=CONTROL_BYTES_MAX
 )
 """Messages of the control lane."""
 
-HEADERS: Final[Schema[TransferHeader]] = Schema(
-    BULK_HEADERS, bounds=BOUNDS, limits=Limits(message_bytes_max=HEADER_BYTES_MAX)
-)
+HEADERS: Final[Schema[TransferHeader]] = Schema(BULK_HEADERS, bounds=BOUNDS, bytes_max=HEADER_BYTES_MAX)
 """Headers of bulk transfers."""

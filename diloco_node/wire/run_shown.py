@@ -7,7 +7,7 @@ from typing import Final
 
 from diloco_node.errors import ProtocolViolation
 from diloco_node.wire.field_bounds import BOUNDS
-from diloco_node.wire.message_schema import Limits, Schema
+from diloco_node.wire.message_schema import Schema
 
 KIND_RUN_SHOWN: Final = 21
 RUN_SHOWN_BYTES_MAX: Final = 64 * 2**10
@@ -37,9 +37,7 @@ class RunShown:
     changes: int
 
 
-_SCHEMA: Final[Schema[RunShown]] = Schema(
-    {1: RunShown}, bounds=BOUNDS, limits=Limits(message_bytes_max=RUN_SHOWN_BYTES_MAX)
-)
+_SCHEMA: Final[Schema[RunShown]] = Schema({1: RunShown}, bounds=BOUNDS, bytes_max=RUN_SHOWN_BYTES_MAX)
 
 
 def encode_run_shown(run: RunShown) -> bytes:

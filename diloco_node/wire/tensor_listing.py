@@ -23,10 +23,8 @@ def pack_tensors(tensors: Sequence[TensorSpec]) -> bytes:
 
 
 def tensor_difference(own_listing: bytes, peer_listing: bytes) -> str:
-    """Name the first tensor on each side that the other has not, or has in another shape; empty if that is not known.
-
-    own_listing, peer_listing: of `pack_tensors`. The peer's may be anything, and is escaped.
-    """
+    """Name the first tensor on each side that the other lacks, or has in another shape; empty if that is not known. The
+    peer's listing may be anything, and is escaped."""
     here, there = _unpack(own_listing), _unpack(peer_listing)
     if not here or not there:
         return ""

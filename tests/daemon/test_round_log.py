@@ -157,7 +157,8 @@ def test_of_a_long_run_the_last_rounds_are_kept_and_nothing_else() -> None:
     rows = script.log.rows()
     assert [row["version"] for row in rows] == list(range(301 - ROUNDS_KEPT, 301))
     assert (rows[-1]["members"], rows[-1]["missing"], rows[-1]["seconds"]) == (["us"], ["eu"], 0.01)
-    assert script.log.is_idle
+    log = script.log
+    assert [log._open, log._applying, log._merged, log._reasons] == [{}] * 4
 
 
 def test_a_round_that_the_next_version_follows_has_not_failed() -> None:
@@ -187,7 +188,8 @@ def test_a_fragment_that_a_peer_made_up_is_no_round() -> None:
     for fragment in (-1, 2, 2**40):
         script.followed[fragment] = (1, Ballot(1, 1), "gather", ())
         script.log.observe(ev.SnapshotRefused(fragment, 1, ""), [])
-    assert script.log.is_idle
+    log = script.log
+    assert [log._open, log._applying, log._merged, log._reasons] == [{}] * 4
 
 
 def test_a_reason_with_a_peers_words_is_fit_to_be_shown() -> None:

@@ -13,7 +13,7 @@ from diloco_node.core.messages import BulkHeader, MergedStripe, Message
 from diloco_node.core.types import Ballot
 from diloco_node.measure import echoes, probes, requester
 from diloco_node.measure.measurement import MeasureCommand
-from diloco_node.measure.measuring import KINDS, Measuring
+from diloco_node.measure.measuring import Measuring
 from diloco_node.measure.probes import FlowTimes
 from diloco_node.measure.requester import FlowRequest
 from diloco_node.transport.authority import init_run
@@ -78,7 +78,6 @@ class Region(Changing):
             executor=self.pool,
             now_ns=lambda: int(loop.time() * 1e9),
         )
-        self.transport.register(self, KINDS)  # to see what comes, too
         await self.transport.start()
 
     def command(self) -> MeasureCommand:

@@ -113,7 +113,8 @@ async def test_a_transport_that_stops_dials_nobody_any_more(mesh: Mesh, monkeypa
 def session_over(link: PeerLink, control: Closed, more: More | None = None) -> Session:
     """Bulk is quiet."""
     own, intake = link.env.credentials.identity.certificate, Intake(1000, now_ns=0)
-    return Session("a", control, _Quiet(), link.env, own=own, intake=intake, more=more)  # type: ignore[arg-type]
+    streams = {e.Lane.CONTROL: control, e.Lane.BULK: _Quiet()}
+    return Session("a", streams, link.env, own, intake, instance=b"", more=more)  # type: ignore[arg-type]
 
 
 class _Quiet(Closed):

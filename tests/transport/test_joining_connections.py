@@ -67,7 +67,7 @@ async def test_an_index_is_taken_once(mesh: Mesh) -> None:
     first = await joining(mesh, b, 1)
     with pytest.raises(LinkLost, match="not the next one"):  # while the first is being greeted
         await joining(mesh, b, 1)
-    await first.write(e.encode_joined())
+    await first.write(e.JOINED_FRAME)
     await eventually(lambda: b.peer_status()["a"].connections == 2)
     with pytest.raises(LinkLost, match="not the next one"):
         await joining(mesh, b, 1)
@@ -113,7 +113,7 @@ BEGIN = e.encode_begin(0, HEADER, 100)
         [(1, BEGIN)],
         [(1, e.encode_end(0))],
         [(1, e.encode_abort(0, ""))],
-        [(1, e.encode_joined())],
+        [(1, e.JOINED_FRAME)],
         [(0, chunk(0, 0, 3)), (0, BEGIN)],
         [(0, BEGIN), (0, chunk(0, 0, 50)), (1, chunk(0, 40, 60))],
         [(0, BEGIN), (0, chunk(0, 0, 50)), (1, chunk(0, 0, 50))],
@@ -130,7 +130,7 @@ async def test_a_broken_peer_costs_its_link_and_is_counted(mesh: Mesh, frames: l
     made = await rogue(mesh, b)
     await at_b.until(lambda: at_b.is_up.get("a"))
     more = await joining(mesh, b, 1)
-    await more.write(e.encode_joined())
+    await more.write(e.JOINED_FRAME)
     with contextlib.suppress(LinkLost):  # the first frame may cost the link before the last one is written
         for connection, frame in frames:
             await (more if connection else made[e.Lane.BULK]).write(frame)
@@ -158,7 +158,7 @@ async def test_what_never_comes_on_another_connection_is_waited_for_until_a_dead
     made = await rogue(mesh, b)
     await at_b.until(lambda: at_b.is_up.get("a"))
     more = await joining(mesh, b, 1)
-    await more.write(e.encode_joined())
+    await more.write(e.JOINED_FRAME)
     for connection, frame in frames:
         await (more if connection else made[e.Lane.BULK]).write(frame)
     await at_b.until(lambda: not at_b.is_up["a"])

@@ -11,9 +11,9 @@ from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.messages import MergedStripe, Payload, State
 from diloco_node.core.types import Ballot, RateLimits
 from diloco_node.errors import ConfigError, LinkLost, PeerError
-from diloco_node.transport.connections import BULK_CONNECTIONS_MAX
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.transport.pacing import link_stats
+from diloco_node.transport.pacing.link_stats import BULK_CONNECTIONS_MAX
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
 from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX
@@ -79,7 +79,7 @@ async def test_near_links_stay_with_one(mesh: Mesh) -> None:
     a, _, _, at_b = await mesh.pair()
     await a.transfer("b", HEADER, memoryview(os.urandom(32 * MIB)))
     await at_b.until(lambda: at_b.closed)
-    await eventually(lambda: a.pacer.link_watch("b").rtt_min_ns)
+    await eventually(lambda: a.pacer._peers["b"].link.rtt_min_ns)
     assert a.pacer.target_connections("b") == 1
     assert a.peer_status()["b"].connections == 1
 
@@ -89,7 +89,7 @@ async def test_the_number_follows_what_the_link_is_worth_and_never_falls(
 ) -> None:
     monkeypatch.setattr(link_stats, "buffer_bytes", lambda: 8 * MIB)
     a, at_a, _, at_b = await mesh.pair()
-    state = a.pacer.link_watch("b")
+    state = a.pacer._peers["b"].link
     a.pacer.set_plan(BudgetPlan(RateLimits(egress=10**9, ingress=10**6)))
     take, state.take = state.take, lambda *_, **__: None  # type: ignore[method-assign]
     state.rtt_min_ns = 12_000_000
@@ -107,7 +107,7 @@ async def test_the_number_follows_what_the_link_is_worth_and_never_falls(
 
 async def test_a_long_lossy_link_gets_all_connections_if_congestion_control_goes_by_loss(mesh: Mesh) -> None:
     a, _, _, _ = await mesh.pair()
-    a.pacer.link_watch("b").rtt_min_ns = 40_000_000
+    a.pacer._peers["b"].link.rtt_min_ns = 40_000_000
     a.meter.tcp = lambda _peer: TcpCounters(8 * MIB, 8 * MIB // 100, 40_000_000)  # type: ignore[method-assign]
     assert a.pacer.target_connections("b") == 1
     a.meter.goes_by_loss = True
@@ -179,7 +179,7 @@ async def test_a_greeting_that_breaks_off_costs_the_session_nothing(mesh: Mesh) 
         await more.aclose()
         await eventually(lambda: b.links["a"].session and not b.links["a"].session.is_joining)
     more = await joining(mesh, b, 1)
-    await more.write(e.encode_joined())
+    await more.write(e.JOINED_FRAME)
     await eventually(lambda: b.peer_status()["a"].connections == 2)
     assert at_b.changes == [("a", True)]
     assert b.rejections == {}

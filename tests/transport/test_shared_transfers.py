@@ -17,10 +17,10 @@ from diloco_node.core.types import Ballot
 from diloco_node.errors import LinkLost, PayloadCorrupt, PeerError, ProtocolViolation
 from diloco_node.transport import bundle
 from diloco_node.transport.bundle import Bundle
-from diloco_node.transport.connections import BULK_CONNECTIONS_MAX
 from diloco_node.transport.inbound import DECODING_MAX, BulkInbound
 from diloco_node.transport.kernel.wire_meter import WireMeter
 from diloco_node.transport.outbound import TRANSFERS_WAITING_MAX, BulkOutbound
+from diloco_node.transport.pacing.link_stats import BULK_CONNECTIONS_MAX
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.wire import envelope as e
 from diloco_node.wire.message_tables import BULK_LANES

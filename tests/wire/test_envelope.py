@@ -119,8 +119,8 @@ def test_a_hello_for_another_connection_is_refused() -> None:
 
 
 def test_joined_says_nothing_else() -> None:
-    e.check_joined(e.encode_joined())
-    for frame in (b"", e.encode_joined() + b"x", e.encode_end(0)):
+    e.check_joined(e.JOINED_FRAME)
+    for frame in (b"", e.JOINED_FRAME + b"x", e.encode_end(0)):
         with pytest.raises(ProtocolViolation, match="joined"):
             e.check_joined(frame)
 
@@ -238,7 +238,7 @@ def test_a_long_reason_is_cut() -> None:
         e.encode_abort(1, "", [1] * (TRANSFER_CONNECTIONS_MAX + 1)),
         e.encode_abort(1, "", [1, 2])[:-1],
         e.encode_abort(1, "x" * e.REASON_BYTES_MAX, [1, 2]) + b"x",
-        e.encode_joined(),
+        e.JOINED_FRAME,
     ],
     ids=lambda frame: f"kind {frame[:1].hex()}, {len(frame)} bytes",
 )

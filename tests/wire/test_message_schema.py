@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from diloco_node.core.shapes import Bound, Items, Octets, Real, Text, Whole, bound_of, is_region_name
 from diloco_node.errors import ProtocolViolation
-from diloco_node.wire.message_schema import Limits, Schema
+from diloco_node.wire.message_schema import Schema
 from diloco_node.wire.message_tables import CONTROL, HEADERS
 from tests.kit.hostile import DOCUMENTS, TEXTS
 
@@ -250,8 +250,8 @@ def test_a_part_is_no_message() -> None:
 )
 def test_hostile_bytes_are_refused_before_memory_is_spent(data: bytes) -> None:
     # Counted by Python's allocator: the process's peak hides it once it was higher.
-    schema: Schema[Small] = Schema({2: Small}, bounds=BOUNDS, limits=Limits(message_bytes_max=64 * 2**10))
-    assert len(data) <= schema.limits.message_bytes_max
+    schema: Schema[Small] = Schema({2: Small}, bounds=BOUNDS, bytes_max=64 * 2**10)
+    assert len(data) <= 64 * 2**10
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolViolation):
@@ -279,7 +279,7 @@ def test_random_bytes_and_mutations_never_raise_anything_else() -> None:
 
 
 def test_a_message_over_the_total_limit_is_refused_on_both_sides() -> None:
-    tight: Schema[Small] = Schema({2: Small}, bounds=BOUNDS, limits=Limits(message_bytes_max=20))
+    tight: Schema[Small] = Schema({2: Small}, bounds=BOUNDS, bytes_max=20)
     assert tight.decode(tight.encode(Small(1, "x" * 16))) == Small(1, "x" * 16)
     with pytest.raises(ValueError, match="the limit is 20"):
         tight.encode(Small(1, "x" * 17))

@@ -52,19 +52,11 @@ LOOPBACK_ONLY: Final = (
 
 
 class AdminServer:
-    """Serves the daemon on 127.0.0.1 and on the Unix socket. Its methods return at once, all but `measure`.
-
-    port: on loopback; 0: a free one. host: another address to bind as well, at the same port; none when 127.0.0.1.
-    """
+    """Serves the daemon on 127.0.0.1 and on the Unix socket. port: on loopback; 0: a free one. host: bound as well, at
+    the same port."""
 
     def __init__(
-        self,
-        daemon: Daemon,
-        registry: CollectorRegistry,
-        *,
-        port: int,
-        state_dir: Path,
-        host: str = LOOPBACK,
+        self, daemon: Daemon, registry: CollectorRegistry, *, port: int, state_dir: Path, host: str = LOOPBACK
     ) -> None:
         self._daemon = daemon
         self._registry = registry

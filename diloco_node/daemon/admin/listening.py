@@ -14,8 +14,7 @@ CONNECTIONS_MAX: Final = 64
 
 
 async def listen(runner: web.AppRunner, host: str, port: int) -> asyncio.Server:
-    """Serve a runner's application there, on a free port if it is 0; a connection that is one too many is closed.
-    Raises OSError."""
+    """Serve an application there, on a free port if it is 0; a connection too many is closed. Raises OSError."""
     assert runner.server is not None
     serve = runner.server
 

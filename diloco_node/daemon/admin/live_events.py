@@ -25,12 +25,7 @@ Document = dict[str, Any]
 
 
 class LiveEvents:
-    """Two kinds of events: first a `snapshot`, then a `status` every `PERIOD_S`, of all regions. Both may raise
-    nothing.
-
-    Attributes:
-        viewers: a queue for each that looks on.
-    """
+    """A `snapshot`, then a `status` every `PERIOD_S`, of all regions; they raise nothing. viewers: a queue for each."""
 
     def __init__(self, snapshot: Callable[[], Awaitable[Document]], status: Callable[[], Awaitable[Document]]) -> None:
         self._snapshot = snapshot

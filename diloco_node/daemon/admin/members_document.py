@@ -27,14 +27,10 @@ class MemberSigns:
 
     Attributes:
         region: this one. heard: the others whose heartbeats arrive, and the witness if its bucket answers.
-        linked: the others that have a link now, so their certificate is good.
+        reported: the others that those hear. linked: the others that have a link now, so their certificate is good.
         held_bytes, state_bytes: of parameters and momentum, what this region holds, and all.
-        since_unix: by region, when this daemon saw the entry that gave it its kind; without those of before its start.
-        shards: by region, how many shards of the data wait until it has heard of the change that took them.
-        witness_fault: why the bucket of the witness does not answer; empty: it does.
-        catch_up: how far this region is behind, see `CatchUp`; empty: it is not.
-        is_over: the run is finished.
-        reported: the others that are heard by a region which is heard here.
+        since_unix: by region, when this daemon saw the entry of its kind. shards: by region, how many wait for it.
+        witness_fault: why its bucket does not answer; or empty. catch_up: how far this region is behind; or empty.
     """
 
     region: str
@@ -63,8 +59,7 @@ class MemberDates:
         self._roster = roster
 
     def follow(self, roster: Roster, last_index: int, unix_s: Callable[[], float]) -> None:
-        """Date what is new in a roster, where its entry is new in a log that ends at `last_index`. unix_s: the wall
-        clock."""
+        """Date what is new in a roster, if its entry is new in a log with this end. unix_s: the wall clock."""
         if roster is self._roster:
             return
         before, self._roster = self._roster, roster
@@ -146,10 +141,7 @@ def _lack(name: str, signs: MemberSigns) -> str:
 def member_order(
     document: Mapping[str, Any], roster: Roster, addresses: Mapping[str, str | None] = MappingProxyType({})
 ) -> EntryOrdered:
-    """The order in a request. addresses: where each member is dialed.
-
-    Raises ConfigError: it is none, or was signed for other members, or what it adds is there or has another's address.
-    """
+    """The order in a request. addresses: where each member is dialed. Raises ConfigError: why it can't be."""
     region, kind, signature = (document.get(key) for key in ("region", "kind", "signature"))
     if not isinstance(region, str) or REGION_PATTERN.fullmatch(region) is None or kind not in KINDS:
         raise ConfigError(f"the body must name a region, and its kind: {', '.join(sorted(KINDS))}")
@@ -177,10 +169,7 @@ def _check_bucket(url: Any) -> None:
 
 
 def _check_new(region: str, address: Any, roster: Roster, addresses: Mapping[str, str | None]) -> None:
-    """Refuse a member to be added that is there already, or has another's address. Raises ConfigError.
-
-    address: "host:port"; empty: nobody can dial it, and it dials all others.
-    """
+    """Refuse a member that is there, or has another's address (empty: nobody can dial it). Raises ConfigError."""
     from diloco_node.config.field_types import host_port_of  # brings pydantic, which the daemon else does without
 
     if (kind := roster.kind_of(region)) is not MemberKind.FORMER:

@@ -36,11 +36,8 @@ def wall_clock_s() -> float:
 class RunFacts:
     """Made with the node; give `observe` to its pump. Every few seconds call `mark`, and `look` in a thread.
 
-    certificate: the region's (`Credentials.document`). refusals: what the disk does not take now. cosines: see
-    `Standings`.
-
-    Attributes:
-        rounds: the last ones. dates: of the members' kinds.
+    certificate: of `Credentials.document`. refusals: of the disk, now. rounds: the last ones. dates: of the members'
+    kinds.
     """
 
     def __init__(

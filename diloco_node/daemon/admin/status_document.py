@@ -251,12 +251,7 @@ def _learner(learner: LearnerProxy, now_ns: int) -> dict[str, Any] | None:
         "report_age_seconds": (now_ns - facts.last_report_ns) / 1e9 if facts.last_report_ns else None,
         "pause_age_seconds": (now_ns - facts.resumed_ns) / 1e9 if facts.resumed_ns else None,
         "first_step_wait_seconds": (now_ns - facts.ready_ns) / 1e9 if facts.ready_ns else None,
-        "busy": None
-        if pause is None
-        else {
-            "activity": pause.activity,
-            "since_seconds": now_ns / 1e9 - pause.since_s,
-        },
+        "busy": None if pause is None else {"activity": pause.activity, "since_seconds": now_ns / 1e9 - pause.since_s},
         "at_stake": None if place is None else place.losses,
         "discounted_versions": facts.discounted_versions,
         "warnings": facts.warnings,

@@ -26,11 +26,7 @@ from diloco_node.numeric import F32
 
 @dataclass(slots=True, kw_only=True)
 class DiskEffects(EffectContext):
-    """Writes what must survive the process, and tries again while the disk refuses.
-
-    init, write_final_file, save_counter_file: see `build_effects`. disk: one thread, for the ledger; files: for the
-    rest.
-    """
+    """Writes what must survive the process until the disk takes it. disk: one thread, for the ledger."""
 
     init: str | None
     write_final_file: Callable[[dict[str, F32]], None]
@@ -79,10 +75,8 @@ class DiskEffects(EffectContext):
         self.post(ev.PayloadStored(fragment, version, digest))
 
     async def store_initial_state(self, version_area: VersionArea, generation: int) -> None:
-        """Write Theta_0 of the whole model: this region can propose genesis then. Nothing is offered in the meantime.
-
-        generation: of the learner that has written it in the area; in a later one another learner may be writing.
-        """
+        """Write Theta_0 of the whole model: this region can propose genesis then. Nothing is offered meanwhile.
+        generation: of the learner that wrote it; a later one may be writing."""
         async with self._initial_lock:
             if version_area.generation != generation:
                 return

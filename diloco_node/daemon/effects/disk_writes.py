@@ -28,30 +28,22 @@ class DiskWrites:
     """Carries writes out until the disk takes them.
 
     Attributes:
-        refusals: what the disk does not take at this moment, and why.
+        refusals: what the disk does not take at this moment, with `StorageError.disk`, and why.
     """
 
     note: Callable[[Note], None]
-    refusals: dict[str, str] = field(default_factory=dict, init=False)
-    # By the same subjects, `StorageError.disk`.
-    _disks: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
+    refusals: dict[str, tuple[tuple[int, int], str]] = field(default_factory=dict, init=False)
 
     def summary(self) -> str:
-        """Say what the disk does not take at this moment, from the longest wait on; empty: nothing.
-
-        The first that waits for each disk and reason is before the others.
-        """
-        first = {disk: subject for subject, disk in reversed(self._disks.items())}.values()
+        """Say what the disk does not take now, the first for each disk and reason at first; empty: nothing."""
+        first = {disk: subject for subject, (disk, _) in reversed(self.refusals.items())}.values()
         subjects = sorted(self.refusals, key=lambda subject: subject not in first)
-        texts = [f"{subject}: {self.refusals[subject]}" for subject in subjects]
+        texts = [f"{subject}: {self.refusals[subject][1]}" for subject in subjects]
         more = len(texts) - REFUSALS_SHOWN
         return "; ".join(texts[:REFUSALS_SHOWN]) + (f"; and {more:,} more files" if more > 0 else "")
 
     async def until_written(self, subject: str, executor: Executor, write: Callable[[], T]) -> T:
-        """Call `write` in a thread again and again; what it returned. subject: names it in alarms and in the status.
-
-        Raises LedgerLost, LedgerGone: the daemon ends with it.
-        """
+        """Call `write` in a thread until the disk takes it; what it returned. Raises LedgerLost, LedgerGone."""
         tries = 0
         while True:
             try:
@@ -59,18 +51,16 @@ class DiskWrites:
             except (LedgerLost, LedgerGone):
                 raise
             except StorageError as error:
-                is_news = self._disks.get(subject) != error.disk
-                self._disks[subject] = error.disk
-                self.refusals[subject] = str(error)
+                is_news = subject not in self.refusals or self.refusals[subject][0] != error.disk
+                self.refusals[subject] = error.disk, str(error)
                 if is_news or tries % STORAGE_RETRIES_SILENT == 0:
                     # One alarm for all that wait behind it: on this disk, for this reason.
-                    is_first = next(name for name, disk in self._disks.items() if disk == error.disk) == subject
+                    is_first = next(name for name, why in self.refusals.items() if why[0] == error.disk) == subject
                     self.note(Note("disk", f"{subject} not written, trying again: {error}", is_alarm=is_first))
                 tries += 1
                 await asyncio.sleep(STORAGE_RETRY_S)
                 continue
             if tries:
                 self.refusals.pop(subject, None)
-                self._disks.pop(subject, None)
                 self.note(Note("disk", f"{subject} written after {tries + 1} tries"))
             return result

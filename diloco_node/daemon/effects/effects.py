@@ -10,17 +10,7 @@ from typing import Any, assert_never
 import numpy as np
 
 from diloco_node.core import events as ev
-from diloco_node.core.messages import (
-    BulkHeader,
-    ContributionStripe,
-    MergedStripe,
-    Message,
-    Payload,
-    PayloadRequested,
-    Refused,
-    State,
-    StateRequested,
-)
+from diloco_node.core import messages as msg
 from diloco_node.core.projections import Project, ProjectContributions
 from diloco_node.core.types import MergeRule, RunSettings
 from diloco_node.daemon.effects.disk_effects import DiskEffects
@@ -100,12 +90,12 @@ class Effects:
             case _:
                 assert_never(effect)
 
-    def control_arrived(self, peer: str, message: Message) -> None:
+    def control_arrived(self, peer: str, message: msg.Message) -> None:
         """Requests for bytes are the daemon's business, everything else the core's."""
         match message:
-            case PayloadRequested() | StateRequested():
+            case msg.PayloadRequested() | msg.StateRequested():
                 self.fetcher.serve(peer, message)
-            case Refused():
+            case msg.Refused():
                 self.fetcher.on_refusal(peer, message)
             case _:
                 try:
@@ -120,27 +110,27 @@ class Effects:
         if not is_up:
             self.fetcher.peer_lost(peer)
 
-    def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
+    def transfer_opened(self, peer: str, header: msg.BulkHeader, raw_bytes: int) -> memoryview | None:
         """A buffer for a transfer that makes sense, or None to skip its bytes."""
         match header:
-            case ContributionStripe() | MergedStripe():
+            case msg.ContributionStripe() | msg.MergedStripe():
                 is_expected = self.stripes.expects(peer, header, raw_bytes)
-            case Payload() | State():
+            case msg.Payload() | msg.State():
                 is_expected = self.fetcher.expects(peer, header, raw_bytes)
         if not is_expected:
             self.note(ev.Note("refused", f"{type(header).__name__} of {raw_bytes} bytes from {peer}"))
             return None
         return np.empty(raw_bytes, np.uint8).data
 
-    def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
+    def transfer_closed(self, peer: str, header: msg.BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
         """Bytes have arrived, or (not whole) the transfer broke off."""
         body = np.frombuffer(buffer, np.uint8)
         match header:
-            case ContributionStripe() if is_whole:
+            case msg.ContributionStripe() if is_whole:
                 self.spawn(self.stripes.contribution_arrived(header, body), f"contribution from {peer}")
-            case MergedStripe() if is_whole:
+            case msg.MergedStripe() if is_whole:
                 self.spawn(self.stripes.merged_arrived(peer, header, body), f"merged from {peer}")
-            case Payload() | State():
+            case msg.Payload() | msg.State():
                 self.spawn(self.fetcher.take_transfer(peer, header, body, is_whole=is_whole), f"fetched from {peer}")
 
 

@@ -45,10 +45,9 @@ class _Pending:
     """A request that its donor has not answered yet. It stands when the core has lost patience: bytes may still come.
 
     Attributes:
-        is_owed: the core waits for an answer. is_open: the bytes are coming in.
-        overtaken: how often the donor has begun to send something else meanwhile.
-        begun_s: when the bytes began to come in, on the loop's clock.
-        watchdog: tells the core that it takes too long.
+        is_owed: the core waits for an answer. is_open: the bytes are coming in, since `begun_s` of the loop's clock.
+        overtaken: how often the donor has begun to send something else. watchdog: tells the core that it takes too
+            long.
     """
 
     order: FetchPayload | FetchState
@@ -95,12 +94,8 @@ class Fetcher(EffectContext):
         busy_s = max((end_s - asyncio.get_running_loop().time() for end_s in ends), default=0.0)
         self.pending[key] = pending = _Pending(order)
         pending.watchdog = self._timer(pending, max(0.0, busy_s) + FETCH_SILENCE_S)
-        request: PayloadRequested | StateRequested
-        if isinstance(order, FetchPayload):
-            request = PayloadRequested(order.fragment, order.version, order.digest)
-        else:
-            request = StateRequested(order.fragment, order.version, order.digest)
-        if not self.transport.send(order.peer, request):
+        kind = PayloadRequested if isinstance(order, FetchPayload) else StateRequested
+        if not self.transport.send(order.peer, kind(order.fragment, order.version, order.digest)):
             # The link went down after the core chose this peer: nothing will come, and nothing else would say so.
             self._end(key, "no link")
 
@@ -278,15 +273,11 @@ class Fetcher(EffectContext):
     async def _serve(self, peer: str, message: PayloadRequested | StateRequested) -> None:
         name = (message.fragment, message.version, message.digest)
         try:
-            header: Payload | State
-            if isinstance(message, PayloadRequested):
-                body = await in_thread(self.files, self.store.read_payload, *name)
-                header = Payload(*name)
-            else:
-                # From disk, where a version stays as it is while later rounds change the memory.
-                body = await in_thread(self.files, self.store.read_state_bytes, *name)
-                header = State(*name)
-            await self.transport.transfer(peer, header, body.data)
+            # A state from disk, too, where a version stays as it is while later rounds change the memory.
+            is_payload = isinstance(message, PayloadRequested)
+            read = self.store.read_payload if is_payload else self.store.read_state_bytes
+            body = await in_thread(self.files, read, *name)
+            await self.transport.transfer(peer, Payload(*name) if is_payload else State(*name), body.data)
         except DamagedFile:
             self.transport.send(peer, Refused(message.fragment, message.version, "gone"))
         except StorageError:  # it is there, and can't be read just now

@@ -12,11 +12,8 @@ from diloco_node.storage.store import RegionStore
 
 
 class InitialStates:
-    """The states at version 0 on disk, one writer per fragment at a time. For threads: all methods wait for the disk.
-
-    The learner's own Theta_0 is never written over a fetched one: a region may have said to the others already that it
-    holds what genesis names.
-    """
+    """The states at version 0 on disk, one writer per fragment at a time; for threads. A region may have said that it
+    holds what genesis names, so the learner's own is never written over a fetched one."""
 
     def __init__(self, fragments: int, store: RegionStore) -> None:
         self._store = store
@@ -24,10 +21,8 @@ class InitialStates:
         self._fetched: set[int] = set()
 
     def store_own(self, fragment: int, theta: F32, momentum: F32 | None = None) -> bytes:
-        """Write this region's Theta_0 of a fragment, unless a fetched one is there; its digest, written or not.
-
-        theta, momentum: shape (n,), float32; not changed. Without a momentum it is zero. Raises StorageError.
-        """
+        """Write this region's Theta_0 of a fragment, unless a fetched one is there; its digest. theta, momentum (None:
+        zeros): shape (n,), float32. Raises StorageError."""
         momentum = np.zeros_like(theta) if momentum is None else momentum
         digest = fragment_digest(theta, momentum)
         with self._locks[fragment]:

@@ -92,20 +92,14 @@ class StoredTensor:
 
 
 def check_initial(path: Path) -> None:
-    """Look at what `run.init` names, before a model is known.
-
-    Raises ConfigError: it can't be read, or is not whole; the message says what to give.
-    """
+    """Look at what `run.init` names, before a model is known. Raises ConfigError: it is not whole."""
     for tensor in list_tensors(path).values():
         tensor.check_place()
 
 
 def read_initial(path: Path, manifest: Manifest) -> list[F32]:
-    """Theta_0 from files: exactly the run's tensors, float32, bfloat16 or float16, finite.
-
-    path: a safetensors file, such as another run's final.safetensors, an index, or a saved model's folder.
-
-    Returns: per fragment, shape (n,), float32.
+    """Theta_0 from `path`: exactly the run's tensors, float32, bfloat16 or float16, finite; per fragment, shape (n,),
+    float32.
 
     Raises ConfigError: it can't be read, or is another model; the message names the first difference.
     """
@@ -140,10 +134,7 @@ def read_initial(path: Path, manifest: Manifest) -> list[F32]:
 
 
 def list_tensors(path: Path) -> dict[str, StoredTensor]:
-    """By name what a file, the shards of an index, or a folder's files hold, from their headers alone.
-
-    Raises ConfigError: there is no such file, or it is of another kind.
-    """
+    """By name what a file, an index's shards, or a folder's files hold, by their headers. Raises ConfigError."""
     try:
         if path.is_dir():
             path = _in_folder(path)
@@ -254,8 +245,7 @@ def _by_run_names(tensors: dict[str, StoredTensor], shapes: Mapping[str, object]
 def _check_tensors(
     path: Path, tensors: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list[str]]:
-    """Check names, shapes and types. Returns by name what the run's model does not have, and of which tensors of the
-    run it may be another name."""
+    """Check names, shapes and types. Returns by name what the run's model lacks, and of what it may be another name."""
     copies: dict[str, list[str]] = {}
     for name in sorted(shapes.keys() | tensors.keys()):
         if name not in shapes and name in tensors:

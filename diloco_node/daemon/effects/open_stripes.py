@@ -49,9 +49,8 @@ class OpenRoundBytes:
     """The bytes in memory for a (fragment, version).
 
     Attributes:
-        contributions: encoded stripes by their key; kept from ballot to ballot.
-        merged: merged stripes by (ballot, stripe index, sender): which sender is right, the ballot says.
-        layouts: by ballot, how its stripes are cut and who reduces them, as far as that is known in the shell.
+        contributions: kept from ballot to ballot. merged: by (ballot, stripe index, sender).
+        layouts: by ballot, how its stripes are cut and who reduces them, where the shell knows.
     """
 
     contributions: dict[ContributionKey, U8] = field(default_factory=dict)
@@ -73,11 +72,6 @@ class StripeTable:
 
     def __init__(self) -> None:
         self._rounds: dict[tuple[int, int], OpenRoundBytes] = {}
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing of any round is kept, not even an empty place for it."""
-        return not self._rounds
 
     def buffered_bytes(self) -> int:
         """All of them, for the memory metric."""
@@ -103,19 +97,9 @@ class StripeTable:
         return 0 <= header.stripe < len(stripes) and stripes[header.stripe] == cut
 
     def keep_contribution(
-        self,
-        version: int,
-        contribution: Contribution,
-        block_start: int,
-        block_stop: int,
-        body: U8,
-        *,
-        limit_bytes: int,
+        self, version: int, contribution: Contribution, block_start: int, block_stop: int, body: U8, *, limit_bytes: int
     ) -> None:
-        """Keep a stripe of a contribution to a round, which makes `version`.
-
-        limit_bytes: what this learner may have here for the round.
-        """
+        """Keep a stripe of a contribution to the round of `version`. limit_bytes: of its learner, for the round."""
         contributions = self._open(contribution.fragment, version).contributions
         key = _key(contribution, block_start, block_stop)
         contributions.pop(key, None)  # what came again is the newest
@@ -127,10 +111,7 @@ class StripeTable:
     def keep_merged(
         self, ballot: Ballot, stripe: int, fragment: int, version: int, merged_stripe: MergedPart, *, limit_bytes: int
     ) -> bool:
-        """Keep a merged stripe; False if its sender sent one already: what was said of that one holds.
-
-        limit_bytes: what the sender may have here for the round.
-        """
+        """Keep a merged stripe; False if its sender sent one: that holds. limit_bytes: of the sender."""
         table = self._open(fragment, version).merged
         if (ballot, stripe, merged_stripe.sender) in table:
             return False
@@ -234,13 +215,10 @@ def reduce_stripe(
     """Decode in the given order, sum with the leader's coefficients, encode. Runs in a thread.
 
     Args:
-        bodies: the encoded stripes, in the order of `order.contributions`.
-        blocks_up: layout of contributions. blocks_down: layout of the merged stripe.
+        bodies: encoded, in the order of `order.contributions`. blocks_up: their layout; blocks_down: of the merged one.
         is_trimmed: sum by `add_trimmed`.
 
-    Returns: the core's event; the encoded stripe, shape (bytes,), uint8.
-
-    Raises PayloadCorrupt: a part has the wrong size, or does not decode to finite values.
+    Returns: the core's event; the encoded stripe, shape (bytes,), uint8. Raises PayloadCorrupt.
     """
     start, stop = order.block_start, order.block_stop
     expected_bytes = blocks_up.span_bytes(start, stop)
@@ -257,19 +235,13 @@ def reduce_stripe(
                 )
             target = rows[place] if is_trimmed else total
             squares = kernels.accumulate(blocks_up, body, start, stop, np.array(coefficients, np.float32), target)
-            norms.append(tuple(float(value) for value in squares))
+            norms.append(tuple(squares.tolist()))
         if is_trimmed:
             add_trimmed([row for row, parts in zip(rows, order.coefficients, strict=True) if any(parts)], total)
         merged_body = np.empty(blocks_down.span_bytes(start, stop), np.uint8)
         squares = kernels.encode(blocks_down, total, merged_body, start, stop)
-        reduction = ReductionDone(
-            order.ballot,
-            order.stripe,
-            squared_norms=tuple(float(value) for value in squares),
-            contribution_norms=tuple(norms),
-            digest=stripe_digest(merged_body),
-        )
-        return reduction, merged_body
+        digest = stripe_digest(merged_body)
+        return ReductionDone(order.ballot, order.stripe, tuple(squares.tolist()), tuple(norms), digest), merged_body
 
 
 def add_trimmed(rows: list[F32], total: F32) -> None:
@@ -299,10 +271,9 @@ def add_trimmed(rows: list[F32], total: F32) -> None:
 def cosines(order: ReduceStripe, bodies: list[U8], blocks: FragmentBlocks) -> tuple[float, ...]:
     """Return the cosine of each contribution with the mean direction of the others; 0 where one of them is zero.
 
-    All others count alike, whatever they weigh: the one that decides too much must not make the others look wrong. The
-    window of the stripe that is looked at moves with the version, so that it costs nothing beside the reduction.
-
-    order, bodies, blocks: as of `reduce_stripe`, which has checked them; two contributions or more.
+    All others count alike, whatever they weigh: one that decides too much must not make the others look wrong. The
+    window that is looked at moves with the version. order, bodies, blocks: as `reduce_stripe` has checked them; two or
+    more.
     """
     first, stop = order.block_start, order.block_stop
     if stop - first > SAMPLE_BLOCKS:
@@ -322,12 +293,8 @@ def cosines(order: ReduceStripe, bodies: list[U8], blocks: FragmentBlocks) -> tu
 def checked_digest(
     blocks: FragmentBlocks, body: U8, block_start: int, block_stop: int
 ) -> tuple[bytes, tuple[float, ...]]:
-    """The digest of a merged stripe, and the squared norm of each piece.
-
-    Every block is looked at: what an encoder can't have written is refused here.
-
-    Raises PayloadCorrupt: a scale or code is out of range. Committed, it would break the outer step on every region.
-    """
+    """The digest of a merged stripe, and the squared norm of each piece. Raises PayloadCorrupt: no encoder wrote it.
+    Committed, it would break the outer step on every region."""
     norms = kernels.squared_norms(blocks, body, block_start, block_stop)
     return stripe_digest(body), tuple(norms.tolist())
 

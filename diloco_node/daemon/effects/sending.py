@@ -32,10 +32,7 @@ class Transport(Protocol):
         """Queue a control message; False if it was dropped, for the link is down or its queue is full."""
 
     async def transfer(self, peer: str, header: BulkHeader, body: memoryview) -> None:
-        """Stream a body. Returns when the last chunk is handed to the link.
-
-        Raises LinkLost: the link is down, or went down on the way.
-        """
+        """Stream a body; returns when the link has its last chunk. Raises LinkLost: it is, or went, down."""
 
     def reject(self, peer: str, error: PeerError) -> None:
         """Count a fault of a peer. Faults that no honest process makes are strikes; three shut the peer out."""

@@ -55,16 +55,13 @@ KEPT_FRAGMENTS_MAX: Final = 2
 class StripeEffects(EffectContext):
     """Moves and merges the stripes of open rounds.
 
-    A stripe counts once every block of it was checked: a stripe that does not decode must not stall the round later.
-    The own learner's stripes are checked before they are sent, for another process wrote them. So a contribution that
-    does not decode is the fault of the region that sent it. It is a single strike, however many of its stripes come.
-
-    Args:
-        region: our name. is_trimmed: `[rounds] merge` is `trimmed`.
-        learner: has the own contribution's bytes. table: where stripes are kept.
-        reject: counts what a peer did that no honest one does, as a strike.
+    A stripe counts once every block of it was checked. The own learner's are checked before they are sent, so one that
+    does not decode is the fault of the region that sent it: a single strike, however many stripes of that contribution
+    come.
 
     Attributes:
+        region: our name. is_trimmed: `[rounds] merge` is `trimmed`. learner: has the own contribution's bytes.
+        reject: counts what a peer did that no honest one does, as a strike.
         cosines: per learner, of its last contributions that were reduced here with the mean of the others.
     """
 
@@ -117,11 +114,7 @@ class StripeEffects(EffectContext):
         await asyncio.gather(*(self.contribution_arrived(header, body) for header, body in own_stripes))
 
     async def contribution_arrived(self, header: ContributionStripe, body: U8) -> None:
-        """Check a stripe of a contribution, of the own learner or of the peer that sent it, and keep it for the
-        reduction.
-
-        body: shape (bytes,), uint8; nobody may change it any more.
-        """
+        """Check a stripe, uint8, of the own learner or of the peer that sent it, and keep it for the reduction."""
         contribution, start, stop = header.contribution, header.block_start, header.block_stop
         fragment = contribution.fragment
         blocks = self.learner.blocks[fragment]

@@ -1,7 +1,6 @@
-"""Admission of the newest learner process: by incarnation, and by when the processes were started.
-
-The order in which they attach decides nothing. An older process may attach late: it was stopped, was slow to start, or
-finds a new daemon before the newer one does.
+"""Admission of the newest learner process: by incarnation, and by when the processes were started. An older one may
+attach
+late: it was stopped, was slow to start, or finds a new daemon before the newer one does.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ log = structlog.get_logger(part="learner")
 
 
 class Admission:
-    """Remembers who was let in last, in the state folder: the next daemon must know it, too.
-
-    disk: one thread, so later writes, such as a new incarnation, come after the name of the process let in.
-    """
+    """Remembers who was let in last, on disk for the next daemon, too. disk: one thread: later writes come later."""
 
     def __init__(self, state_dir: Path, disk: Executor) -> None:
         self._state_dir = state_dir

@@ -1,7 +1,6 @@
 """Check, in the own daemon, of the counters that its learner reports: they never go back or leap.
 
-A learner is code of the user: it may be broken, or another program that holds its socket. Its counters go into the
-ledger, so each message is checked here first. `core.rounds.claim_limits` is for the claims of other regions' learners.
+A learner is code of the user, and its counters go into the ledger. `core.rounds.claim_limits` is for those of others.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ NS_PER_STEP_MIN: Final = 1_000_000_000 // STEPS_PER_S_MAX
 
 
 def attach_fault(attach: Attach, *, last: LearnerStatus | None, run_id: str) -> str:
-    """Why what a process says when it attaches, with a position per fragment, can't be; empty if it can.
-
-    last: what this daemon knows of the learner that was here last.
-    """
+    """Why what a process says when it attaches can't be; empty if it can. last: of the learner that was here last."""
     if attach.run_id not in ("", run_id):
         return f"it is of run {attach.run_id}, this is {run_id}"
     if attach.incarnation == NEW_PROCESS and (attach.step or attach.tokens):

@@ -1,6 +1,4 @@
-"""The daemon's end of the Unix socket to its learner.
-
-There is a single learner at a time: the newest process, as the handler decides (`rejection_reason`), whichever attaches
+"""The daemon's end of the Unix socket to its learner: the newest process, as the handler decides, whichever attaches
 last. The other gets a final `Refuse`, which makes it exit.
 """
 
@@ -40,8 +38,7 @@ CONNECTIONS_MAX: Final = 8
 
 
 class LearnerServer:
-    """Listens on a Unix socket, of mode 0600, for the region's learner, and talks to it; a stale file there is
-    replaced."""
+    """Listens on a Unix socket, of mode 0600, for the region's learner; a stale file there is replaced."""
 
     def __init__(self, path: Path, handler: Daemon) -> None:
         self.path = path

@@ -40,18 +40,15 @@ class LearnerFacts:
     """Facts about the learner for status and report; the core does not need them.
 
     Attributes:
-        val_loss: held-out loss of the learner's own parameters, val_loss_global: of the global ones.
-        val_loss_step, val_loss_global_step: steps of the run at which they were measured; None: never.
+        val_loss: held-out loss of the learner's own parameters, val_loss_global: of the global ones; at these steps.
         blocked_ns: time the training loops of all learners so far spent inside `step()`.
         attached_step: of its incarnation, where the present process began, or was when this daemon came.
         first_report_ns, last_report_ns: monotonic, of the present learner; tokens_at_first_report: of its incarnation.
         resumed_ns: monotonic, the first report after its last pause without steps; 0: there was none.
         ready_ns: monotonic, since when it has its parameters and no report of it came; 0: it lacks some, or has come.
-        warnings: losses and gradient norms that were out of their range, and were told.
+        warnings: of losses and norms. last_warning, last_warning_ns: the newest, or why it failed (`has_failed`).
         discounted_versions: applied with part of the own steps thrown away, since they were too many.
-        last_warning, last_warning_ns: the newest of `warnings`, or why the learner failed (`has_failed`); 0: none.
-        base_difference: how its frozen tensors differ from the run's; empty: not, as far as is known.
-        tokens: how fast they are made now.
+        base_difference: how its frozen tensors differ from the run's; or empty. tokens: how fast they are made now.
     """
 
     loss_first: float | None = None
@@ -171,10 +168,9 @@ class LearnerProxy:
         *,
         writes_initial: bool = False,
     ) -> None:
-        """A learner was welcomed: nothing that was requested from the one before will be answered.
+        """A learner was welcomed: what was requested from the one before is void.
 
-        attach: with a position and a snapshot per fragment. trained_before: (incarnation, steps, tokens) of those
-        before. writes_initial: it is to write Theta_0 into the version area.
+        trained_before: (incarnation, steps, tokens) of those before. writes_initial: Theta_0, into the version area.
         """
         self._refuse_requested("the learner restarted")
         self.version_area.begin_learner(writes_initial=writes_initial, base_slots=attach.slots)
@@ -209,10 +205,7 @@ class LearnerProxy:
         return attach_fault(attach, last=self._newest, run_id=run_id)
 
     def on_message(self, message: learner_link.ToDaemon) -> None:
-        """Take a message of the learner that was welcomed.
-
-        Reports come as seldom as the core may get them: `learner.attach` leaves out fast steps that change nothing.
-        """
+        """Take a message of the learner that was welcomed. It reports as seldom as the core may get that."""
         match message:
             case learner_link.Report():
                 self._on_report(message)
@@ -303,10 +296,7 @@ class LearnerProxy:
             self._post(ev.SnapshotRefused(message.fragment, message.version, message.reason))
 
     def _on_version_applied(self, message: learner_link.OfferApplied) -> None:
-        """It took a version.
-
-        Steps that it threw away on the way are told to the others, so the counters that say them must be durable first.
-        """
+        """It took a version. Steps that it threw away are told to the others: their counters must be durable first."""
         if self.status is None:
             return
         if not self.version_area.is_offered(message.fragment, message.version):

@@ -45,8 +45,7 @@ POSITION_EVERY_NS: Final = 250_000_000
 
 
 class Reception:
-    """Answers each learner that attaches, and passes on the messages of the one that was welcomed, on the
-    event loop."""
+    """Answers each learner that attaches, and passes on the messages of the one that was welcomed."""
 
     def __init__(self, runtime: NodeRuntime, manifest: Manifest, core: RegionCore, learner: LearnerProxy) -> None:
         self._runtime = runtime
@@ -108,10 +107,7 @@ class Reception:
         return f"what it says of itself can't be: {fault}" if fault else ""
 
     def compare_models(self, differences: Mapping[str, str]) -> None:
-        """Refuse the learner while so few regions have its model that the run can't begin here.
-
-        differences: by region that has another model, how it differs.
-        """
+        """Refuse the learner while so few regions have its model that no run can begin. differences: by region."""
         regions, before = len(self._spec.regions), self._model_fault
         is_possible = self._core.history.genesis is not None or 2 * (regions - len(differences)) > regions
         self._model_fault = ""

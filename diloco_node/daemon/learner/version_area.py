@@ -74,11 +74,8 @@ class VersionArea:
         return [self.place(fragment, fragment) for fragment in range(len(self.sizes))]
 
     def begin_learner(self, *, writes_initial: bool, base_slots: Sequence[int] = ()) -> None:
-        """A learner is attached: what the one before was offered is void.
-
-        writes_initial: Theta_0: every slot is its own until `release_initial`. base_slots: per fragment the one in
-        which it says its base is, or NO_SLOT; empty: in none.
-        """
+        """A learner is attached: earlier offers are void. writes_initial: every slot is its own until
+        `release_initial`. base_slots: per fragment where its base is, or NO_SLOT."""
         # The parameters begin with Theta_0: no version of theirs can be here.
         assert not (writes_initial and self._own), self._own
         self._begin_generation()
@@ -96,10 +93,7 @@ class VersionArea:
         return offer is not None and offer.version == version
 
     def release(self, fragment: int, version: int, base_slot: int) -> None:
-        """The learner has taken a version: the next one may be offered.
-
-        base_slot: where its base is now; one that it was not offered changes nothing.
-        """
+        """The learner has taken a version: the next may be offered. base_slot: where its base is now."""
         offer = self._offered.get(fragment)
         if offer is None or version < offer.version or fragment not in self._lent_slots:
             return

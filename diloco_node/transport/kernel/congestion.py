@@ -12,8 +12,10 @@ import socket
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.transport.connections import LONG_RTT_NS
 from diloco_node.transport.kernel.tcp_info import set_option
+
+LONG_RTT_NS: Final = 5_000_000
+"""From this round trip on a link has a long one."""
 
 LONG_RTT_CONGESTION_CONTROL: Final = b"bbr"
 """A control that goes by loss alone (cubic, the usual one) gets 1.4 Mbit/s out of 100 ms with 1 % loss, whatever the
@@ -29,8 +31,7 @@ _NAME_BYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class CongestionControls:
-    """Names of the kernel's: `usual` of the host's sockets, `long_rtt` of a daemon's own to a peer with a long
-    round trip."""
+    """Names of the kernel's: `usual` of the host's sockets, `long_rtt` of a daemon's own at a long round trip."""
 
     usual: str
     long_rtt: str

@@ -186,20 +186,9 @@ def counters_from(info: bytes, cookie: int, fd: int, local: Address, remote: Add
     # of a second, a fraction of what the line carries.
     (segment_bytes,), (behind_gaps,) = _SEGMENT_SIZE.unpack_from(info, 16), _SACKED.unpack_from(info, 28)
     arrival_bytes = min(acked_bytes + behind_gaps * segment_bytes, max(acked_bytes, sent_bytes - again))
-    return SocketCounters(
-        cookie,
-        fd,
-        local,
-        remote,
-        sent_bytes,
-        again,
-        received_bytes,
-        segments_out,
-        segments_in,
-        data_segments,
-        0 if rtt_min_us == _RTT_UNKNOWN else rtt_min_us,
-        arrival_bytes,
-    )
+    rtt_min_us = 0 if rtt_min_us == _RTT_UNKNOWN else rtt_min_us
+    counts = sent_bytes, again, received_bytes, segments_out, segments_in, data_segments
+    return SocketCounters(cookie, fd, local, remote, *counts, rtt_min_us, arrival_bytes)
 
 
 def pace_socket(fd: int, cookie: int, rate_bytes_per_s: int | None) -> bool:

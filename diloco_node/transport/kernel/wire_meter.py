@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from diloco_node.transport.connections import LONG_RTT_NS
-from diloco_node.transport.kernel.congestion import use_bbr
+from diloco_node.transport.kernel.congestion import LONG_RTT_NS, use_bbr
 from diloco_node.transport.kernel.tcp_info import (
     LINK_HEADER_BYTES,
     Address,
@@ -43,8 +42,7 @@ class LinkCounters:
     """Sums over one peer's sockets, dead ones included; bytes as an interface counts them, since start.
 
     Attributes:
-        first_bytes_out: payload sent for the first time, with headers.
-        other_bytes_out: acknowledgements and retransmissions. bytes_in: all that came.
+        first_bytes_out: payload sent for the first time. other_bytes_out: acknowledgements and retransmissions.
         delivered_bytes: of what went out for the first time, acknowledgements included, what has arrived.
         segments_out, segments_in: packets. rtt_min_ns: the least round trip of a living socket; 0: not known.
     """
@@ -92,13 +90,10 @@ class WireMeter:
         """A socket with a long round trip kept the host's congestion control: it is taken to go by loss."""
 
     def assign(self, peer: str, remote: Address, *, is_lasting: bool = True, is_bulk: bool = False) -> None:
-        """Sockets to this remote address belong to the peer.
+        """Sockets to this remote address, IP and port, belong to the peer.
 
-        Args:
-            peer: its name. remote: IP address and port.
-            is_lasting: an address that we dial. Not lasting is the remote end of an incoming call: its port will be
-                used for something else, so it is forgotten some samples after its socket is gone.
-            is_bulk: that call is of the bulk lane; for an address that we dial see `opening`.
+        is_lasting: an address that we dial; else the remote end of an incoming call, which is forgotten soon after its
+        socket is gone. is_bulk: of that call; for an address that we dial see `opening`.
         """
         address = (plain_ip(remote[0]), remote[1])
         self._peers[address] = peer
@@ -109,11 +104,8 @@ class WireMeter:
 
     @contextlib.asynccontextmanager
     async def opening(self, peer: str, *, is_bulk: bool) -> AsyncIterator[None]:
-        """Open a connection to a peer in this block, or several of one lane; others wait for its end.
-
-        gRPC does not show its sockets. But a peer's are opened one after the other, so the one to an address that we
-        dial, and that was not there at the last call, is this one.
-        """
+        """Open a connection to a peer in this block, or several of one lane; others wait for its end. gRPC shows no
+        sockets, but the one to a dialed address that is new since the last call is this one."""
         async with self._dials[peer]:
             yield
             self.assign_lane(peer, is_bulk=is_bulk)
@@ -173,8 +165,7 @@ class WireMeter:
         return PeerTraffic(out, total.bytes_in - total.segments_in * LINK_HEADER_BYTES, is_measured=True)
 
     def tcp(self, peer: str) -> TcpCounters | None:
-        """Return TCP's counters of a peer's living sockets, as of the last sample; None when it has none, or nobody
-        tells."""
+        """Return TCP's counters of a peer's living sockets, as of the last sample; None when there are none."""
         return tcp_of(self._of(peer))
 
     def pace(self, peer: str, rate_bytes_per_s: int | None, *, connections: int = 1) -> None:

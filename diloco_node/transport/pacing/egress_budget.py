@@ -1,16 +1,15 @@
 """The bandwidth budget of a region, on its sending side: who may send how much, and when.
 
-A token bucket for the region, one for each peer below it, and in each peer four lanes: control first (it never waits,
-it is only counted), then rounds by deadline, then recovery, then measurement. It counts **wire bytes**: the bytes that
-were handed to the link, times an overhead that is learnt from the kernel's counters; acknowledgements and
-retransmissions are charged as the kernel counts them. Integers throughout: bytes, bytes per second, nanoseconds.
+A token bucket for the region, one for each peer below it, and in each peer four lanes: control, which is only counted,
+then rounds by deadline, recovery, measurement. It counts **wire bytes**: those that were handed to the link, times an
+overhead that is learnt from the kernel's counters; acknowledgements and retransmissions as the kernel counts them.
+Integers throughout: bytes, bytes per second, nanoseconds.
 
 The caller's duties, for each piece of bulk (see `EgressBudget`):
 
-1. `try_spend`; where that says no, `request` with the piece's size as it will be handed to the link. At most one piece
-   of a peer and lane waits.
+1. `try_spend`; where that says no, `request` with the size as it will be handed over, one of a peer and lane at a time.
 2. `release`, whenever something was asked, a limit changed, or `wake_at_ns` has come: those pieces may go now.
-3. `charge_control` for every frame of the control lane, `measured` for what the kernel counted.
+3. `charge_control` for every frame of the control lane, `learn_overhead` for what the kernel counted.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
-from diloco_node.transport.pacing.token_bucket import PIECE_BYTES_MIN, TokenBucket, piece_bytes
+from diloco_node.transport.pacing.token_bucket import PIECE_BYTES_MIN, TokenBucket
 from diloco_node.wire.message_tables import BudgetLane
 
 STARVING_NS: Final = 2_000_000_000
@@ -71,8 +70,7 @@ class Overhead:
         return -(-handed_bytes * self.ppm // PPM)
 
     def learn(self, handed_bytes: int, wire_bytes: int) -> None:
-        """Learn from the bytes that were handed over and those that the kernel sent in the same time. A backlog evens
-        out."""
+        """Learn from what was handed over and what the kernel sent in the same time. A backlog evens out."""
         self._handed += handed_bytes
         self._wire += wire_bytes
         while self._handed > OVERHEAD_MEMORY_BYTES:
@@ -100,11 +98,12 @@ class _WaitingPiece:
 
 
 @dataclass(slots=True)
-class _PeerBudget:
-    """A peer's bucket, and the counters of its traffic.
+class PeerBudget:
+    """A peer's bucket, and the counters of its traffic. lanes: wire bytes.
 
     unlearnt_bulk_bytes, unlearnt_control_bytes: handed to the link since the kernel's counters were last read.
     charged_bytes: taken from the buckets, of what the kernel counts as data.
+    correction_bytes: acknowledgements, retransmissions, and what the overhead did not foresee.
     """
 
     bucket: TokenBucket
@@ -120,24 +119,6 @@ class _PeerBudget:
     correction_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PeerUse:
-    """The traffic to one peer, for people.
-
-    Attributes:
-        rate_bytes_per_s: what it may get now, None without a limit. limited_by: whose limit that is, "": the region's.
-        overhead_ppm: as learnt.
-        correction_bytes: acknowledgements, retransmissions, and what the overhead did not foresee.
-        lanes: wire bytes by lane.
-    """
-
-    rate_bytes_per_s: int | None
-    limited_by: str
-    overhead_ppm: int
-    correction_bytes: int
-    lanes: dict[BudgetLane, LaneUse]
-
-
 class EgressBudget:
     """Region, then peer, then lane; without a limit at first. The module says who calls what.
 
@@ -147,14 +128,14 @@ class EgressBudget:
 
     def __init__(self, peers: Iterable[str], *, now_ns: int) -> None:
         self.region = TokenBucket(None, now_ns=now_ns)
-        self._peers: dict[str, _PeerBudget] = {}
+        self._peers: dict[str, PeerBudget] = {}
         self._requests = 0
         for peer in sorted(peers):
             self.add_peer(peer, now_ns=now_ns)
 
     def add_peer(self, peer: str, *, now_ns: int) -> None:
         """Send to one more peer, which has no limit of its own yet."""
-        self._peers[peer] = _PeerBudget(TokenBucket(None, now_ns=now_ns))
+        self._peers[peer] = PeerBudget(TokenBucket(None, now_ns=now_ns))
 
     def set_limit(self, peer: str, source: LimitSource, rate_bytes_per_s: int | None, *, now_ns: int) -> None:
         """Change one of the limits of a peer; None takes it away."""
@@ -171,27 +152,18 @@ class EgressBudget:
         for entry in self._peers.values():
             entry.bucket.set_lateness(late_ns, now_ns=now_ns)
 
-    def is_limited(self, peer: str) -> bool:
-        """Whether anything limits what this peer gets."""
-        return self.region.rate_bytes_per_s is not None or self._peers[peer].bucket.rate_bytes_per_s is not None
-
     def rate_bytes_per_s(self, peer: str) -> int | None:
         """Return the rate that this peer may get if nobody else wants anything; None: no limit."""
         rates = (self.region.rate_bytes_per_s, self._peers[peer].bucket.rate_bytes_per_s)
         return min((rate for rate in rates if rate is not None), default=None)
 
-    def piece_bytes(self, peer: str) -> int:
-        """How much to hand to this peer's link at once."""
-        return piece_bytes(self.rate_bytes_per_s(peer))
-
     def try_spend(self, peer: str, lane: BudgetLane, handed_bytes: int, *, now_ns: int) -> bool:
-        """Send a piece if it may go now and no other one waits for what it would take; whether it goes, and counts as
-        sent."""
+        """Send a piece if it may go now and none waits for what it would take; whether it goes, and counts as sent."""
         entry = self._peers[peer]
         rivals = (entry,) if self.region.rate_bytes_per_s is None else self._peers.values()
         return not any(rival.waiting for rival in rivals) and self._spend(entry, lane, handed_bytes, now_ns)
 
-    def _spend(self, entry: _PeerBudget, lane: BudgetLane, handed_bytes: int, now_ns: int) -> bool:
+    def _spend(self, entry: PeerBudget, lane: BudgetLane, handed_bytes: int, now_ns: int) -> bool:
         wire_bytes = entry.overhead.wire_bytes(handed_bytes)
         if any(bucket.ready_at_ns(wire_bytes, now_ns=now_ns) > now_ns for bucket in (entry.bucket, self.region)):
             return False
@@ -202,10 +174,7 @@ class EgressBudget:
         return True
 
     def request(self, peer: str, lane: BudgetLane, handed_bytes: int, urgency: tuple[int, ...], *, now_ns: int) -> None:
-        """Have a piece wait for its turn. handed_bytes: as it will be handed to the link.
-
-        lane: not CONTROL, which never waits. urgency: the smallest goes first; peers with the same alternate.
-        """
+        """Have a piece of so many bytes for the link wait, not in lane CONTROL. urgency: the smallest goes first."""
         waiting = self._peers[peer].waiting
         assert lane is not BudgetLane.CONTROL
         assert lane not in waiting, f"a piece for {peer} waits in lane {lane.name} already"
@@ -295,14 +264,16 @@ class EgressBudget:
         entry.correction_bytes += unforeseen
         self._charge(entry, unforeseen, now_ns)
 
-    def _charge(self, entry: _PeerBudget, wire_bytes: int, now_ns: int) -> None:
+    def _charge(self, entry: PeerBudget, wire_bytes: int, now_ns: int) -> None:
         entry.bucket.charge(wire_bytes, now_ns=now_ns)
         self.region.charge(wire_bytes, now_ns=now_ns)
 
-    def use(self, peer: str) -> PeerUse:
-        """The limit, demand and use of a peer; the counters are the live ones."""
-        entry = self._peers[peer]
+    def use(self, peer: str) -> PeerBudget:
+        """The demand and the use of a peer, to be read only."""
+        return self._peers[peer]
+
+    def limited_by(self, peer: str) -> str:
+        """Say whose limit bounds what this peer may get; "": the region's, or nobody's."""
         rate = self.rate_bytes_per_s(peer)
-        sources = [source for source, limit in sorted(entry.limits.items()) if limit == rate]
-        limited_by = sources[0].name.lower() if sources else ""
-        return PeerUse(rate, limited_by, entry.overhead.ppm, entry.correction_bytes, entry.lanes)
+        sources = [source for source, limit in sorted(self._peers[peer].limits.items()) if limit == rate]
+        return sources[0].name.lower() if sources else ""

@@ -70,8 +70,8 @@ class _Grant:
 class IngressGrants:
     """Shares of the ingress ceiling, without a limit at first, and the back-stop.
 
-    After every change of the region's rate, every call of `set_peer_rate`, `demand_reported`, `connected`, `lost` and
-    `measured`, and at `wake_at_ns`: send what `due` returns.
+    After every change of the region's rate, each call of `set_peer_rate`, `demand_reported`, `link_up`, `link_down` and
+    `count_on_wire`, and at `wake_at_ns`: send what `due` returns.
 
     Attributes:
         region: the bucket of all peers together.
@@ -199,10 +199,8 @@ class IngressGrants:
 
 
 def max_min(total: int, caps: Mapping[str, int]) -> dict[str, int]:
-    """Share `total` among those with a cap each: nobody could get more without taking from one that has less.
-
-    A remainder that exceeds all caps is left over; one of a byte or so goes to the last.
-    """
+    """Share `total` among those with a cap each: nobody could get more without taking from one that has less. What
+    exceeds all caps is left over."""
     shares: dict[str, int] = {}
     left_bytes, waiting = total, sorted(caps, key=lambda peer: (caps[peer], peer))
     while waiting:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from diloco_node.numeric import NS_PER_S
-from diloco_node.transport.connections import LONG_RTT_NS, target_connections
+from diloco_node.transport.kernel.congestion import LONG_RTT_NS
 from diloco_node.transport.kernel.tcp_info import buffer_bytes
 from diloco_node.transport.kernel.wire_meter import LinkCounters, WireMeter
 
@@ -19,9 +19,21 @@ SAMPLE_NS_MIN: Final = 10_000_000
 LOSS_BYTES_MIN: Final = 4 * 2**20
 """Before so many bytes were sent nothing is known of a link's loss."""
 
+BULK_CONNECTIONS_MAX: Final = 4
+"""More would each cost a TLS handshake and some MiB of buffers, and take more of a shared line than is fair."""
+
+USABLE: Final = 2
+"""A buffer's limit counts what the kernel spends on packets, too: about so many times the payload that fits in."""
+
+FREE_FACTOR: Final = 2
+"""Without a ceiling the link is taken to deliver so many times what it delivers now."""
+
+LOSSY_PPM: Final = 1_000
+"""From this part of the bytes retransmitted a link is lossy: one connection by reno gets 9 Mbit/s out of 40 ms then."""
+
 
 class LinkWatch:
-    """The counters of one peer. Call `taken` for each sample, then `pace`; `lost` at the end of a session.
+    """The counters of one peer. Call `take` for each sample, then `pace`; `reset` at the end of a session.
 
     Attributes:
         rate_bytes_per_s: what is sent while something is on its way, fading.
@@ -68,10 +80,8 @@ class LinkWatch:
             self.rate_bytes_per_s = max(sent_bytes, self.rate_bytes_per_s * 7 // 8)
 
     def target_connections(self, *, ceiling_bytes_per_s: int | None) -> int:
-        """How many bulk connections the link is worth, by what is known of it now.
-
-        ceiling_bytes_per_s: the most that may go in either direction; None: no limit in one of them.
-        """
+        """How many bulk connections the link is worth now. ceiling_bytes_per_s: in the wider direction; None: no limit
+        in one of them."""
         tcp = self._meter.tcp(self._peer) if self._meter.goes_by_loss else None
         is_known = tcp is not None and tcp.sent_bytes >= LOSS_BYTES_MIN
         return target_connections(
@@ -101,3 +111,26 @@ class LinkWatch:
         if rate is not None or self._is_paced:
             self._meter.pace(self._peer, rate, connections=self.connections)
             self._is_paced = rate is not None
+
+
+def target_connections(
+    *, rtt_min_ns: int, ceiling_bytes_per_s: int | None, delivered_bytes_per_s: int, buffer_bytes: int, lost_ppm: int
+) -> int:
+    """How many, 1 to BULK_CONNECTIONS_MAX: bytes on their way at full rate over what one connection holds, rounded up.
+
+    With a long round trip a socket's buffers bound its rate. More connections than that start up against each other. On
+    a lossy line a connection's share is small whatever its buffers hold, where congestion control goes by loss.
+
+    Args:
+        rtt_min_ns: the link's least round trip; 0: not known yet.
+        ceiling_bytes_per_s: the most that may go in either direction; None: no limit in one of them.
+        delivered_bytes_per_s: what the link was last seen to deliver, in the busier direction.
+        buffer_bytes: to which a socket's buffers may grow, the smaller of the two; at least 1.
+        lost_ppm: of the bytes sent, those that were retransmitted; 0 where congestion control does not go by loss.
+    """
+    if rtt_min_ns < LONG_RTT_NS:
+        return 1
+    if lost_ppm >= LOSSY_PPM:
+        return BULK_CONNECTIONS_MAX
+    rate = FREE_FACTOR * delivered_bytes_per_s if ceiling_bytes_per_s is None else ceiling_bytes_per_s
+    return min(max(1, -(-USABLE * rate * rtt_min_ns // (buffer_bytes * NS_PER_S))), BULK_CONNECTIONS_MAX)

@@ -22,7 +22,7 @@ from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
 from diloco_node.transport.pacing.egress_budget import OVERHEAD_PPM_FIRST, PPM, EgressBudget, LimitSource
 from diloco_node.transport.pacing.grants import DEMAND_MAX, UNLIMITED, IngressGrants
 from diloco_node.transport.pacing.link_stats import LinkWatch
-from diloco_node.transport.pacing.token_bucket import LATE_NS, PIECE_BYTES_MAX
+from diloco_node.transport.pacing.token_bucket import LATE_NS, PIECE_BYTES_MAX, piece_bytes
 from diloco_node.wire.link_messages import IngressDemand, IngressGranted, LinkMessage
 from diloco_node.wire.message_tables import BudgetLane, ControlMessage
 
@@ -37,9 +37,8 @@ TIMER_S: Final = 0.001
 
 COALESCE_NS: Final = 20_000_000
 """Where the kernel spreads out what it is handed, a piece that has to wait waits for so long more, and all that may go
-by then goes together: the first thing that a loop does after it slept costs far more than the next ones. The buckets
-save up for it. Not while pieces of several lanes wait: of what was saved up the later lane would get a part.
-"""
+by then goes together: what a loop does first after it slept costs far more than the rest. The buckets save up for it.
+Not while pieces of several lanes wait: of what was saved up the later lane would get a part."""
 
 LATENESS_FADING: Final = 64
 """A 64th of the lateness of timers is forgotten at each sample: half of it in four seconds."""
@@ -169,14 +168,14 @@ class Pacer:
 
     def piece_bytes(self, peer: str) -> int:
         """How many bytes of a body to put into one frame."""
-        if self._egress.is_limited(peer):
-            return self._egress.piece_bytes(peer)
+        if (limit := self._egress.rate_bytes_per_s(peer)) is not None:
+            return piece_bytes(limit)
         rate = self._peers[peer].link.rate_bytes_per_s
         return min(max(int(rate * PIECE_S), PIECE_FREE_BYTES_MIN), PIECE_BYTES_MAX)
 
     def is_fast(self, peer: str) -> bool:
         """Whether the link is so fast, and nothing limits it, that compressing costs more time than it saves."""
-        return 0 < self._peers[peer].link.rtt_min_ns < FAST_RTT_NS and not self._egress.is_limited(peer)
+        return 0 < self._peers[peer].link.rtt_min_ns < FAST_RTT_NS and self._egress.rate_bytes_per_s(peer) is None
 
     def transfer_started(self, peer: str, lane: BudgetLane, raw_bytes: int) -> None:
         """A transfer was asked for."""
@@ -256,8 +255,7 @@ class Pacer:
         self.release()
 
     def _follow_lateness(self, *, at_ns: int | None = None) -> None:
-        """Let the buckets catch up on time lost to late timers; coalesced pieces do not burst: the kernel spreads them
-        out."""
+        """Let the buckets catch up on time lost to late timers, and gather pieces that the kernel spreads out."""
         is_spread = all(state.link.is_spread for state in self._peers.values() if state.transfers)
         self._coalesce_ns = COALESCE_NS if is_spread else 0
         self._egress.set_lateness(self._late_ns + self._coalesce_ns, now_ns=self._now_ns() if at_ns is None else at_ns)
@@ -288,16 +286,12 @@ class Pacer:
         """So many carry bulk now."""
         self._peers[peer].link.connections = count
 
-    def link_watch(self, peer: str) -> LinkWatch:
-        """Return what is known of the link to a peer."""
-        return self._peers[peer].link
-
     def target_connections(self, peer: str) -> int:
         """How many bulk connections the link is worth, by what is known of it now."""
         out = self._ceiling_out(peer)
         into = _least(self._grants.region.rate_bytes_per_s, self.plan.peer_limits(peer).ingress)
         ceiling = None if out is None or into is None else max(out, into)
-        return self.link_watch(peer).target_connections(ceiling_bytes_per_s=ceiling)
+        return self._peers[peer].link.target_connections(ceiling_bytes_per_s=ceiling)
 
     def link_down(self, peer: str) -> None:
         """A session has ended."""
@@ -422,11 +416,8 @@ class Pacer:
         self._used_before, self._lost_before = used_bytes, lost_bytes
 
     def status(self) -> dict[str, Any]:
-        """Ceilings, shares, and bytes in demand, allowed and used; plain values for JSON.
-
-        While something waited to be sent, `used_bytes` went out, and `allowed_bytes` the egress ceiling would have let
-        through. Their ratio is how much of the budget was used when there was work.
-        """
+        """Ceilings, shares, and bytes in demand, allowed and used; plain values for JSON. `share_used`: of what the
+        egress ceiling allowed while something waited to be sent."""
         self._count_use(self._now_ns())
         limits = self.plan.limits_at(self._minute_of_day())
         return {
@@ -441,10 +432,10 @@ class Pacer:
     def _peer_status(self, peer: str) -> dict[str, Any]:
         use = self._egress.use(peer)
         return {
-            "egress_bytes_per_s": use.rate_bytes_per_s,
-            "limited_by": use.limited_by,
+            "egress_bytes_per_s": self._egress.rate_bytes_per_s(peer),
+            "limited_by": self._egress.limited_by(peer),
             "granted_bytes_per_s": self._grants.last_grant(peer) or None,
-            "overhead": use.overhead_ppm / PPM,
+            "overhead": use.overhead.ppm / PPM,
             "correction_bytes": use.correction_bytes,
             "waiting_bytes": self._peers[peer].waiting_bytes,
             "lanes": {

@@ -12,17 +12,15 @@ from typing import Final
 from diloco_node.numeric import NS_PER_S
 
 LATE_NS: Final = 20_000_000
-"""A bucket saves up one piece and so much more in idle time. A timer that is late by less loses nothing; on a link as
-fast as the budget a burst stands in the queue for as long, before every heartbeat.
-"""
+"""A bucket saves up one piece and so much more in idle time: a timer that is late by less loses nothing. On a link as
+fast as the budget a burst stands in the queue for as long, before every heartbeat."""
 
 BURST_NS_MAX: Final = 150_000_000
 """On a machine whose timers are later (`set_lateness`) a bucket saves up more, but never more than this."""
 
 DEBT_NS_MAX: Final = 10 * NS_PER_S
 """A bucket pays for as long at most. Else acknowledgements, and bytes that were under way when the rate was lowered,
-would stop bulk for minutes; a link that has no turn for one minute is given up.
-"""
+would stop bulk for minutes; a link that has no turn for one minute is given up."""
 
 PIECE_NS: Final = 10_000_000
 PIECE_BYTES_MIN: Final = 16 * 2**10
@@ -34,33 +32,23 @@ PIECE_BYTES_LEAST: Final = 1024
 """Below 1.3 Mbit/s pieces get smaller than PIECE_BYTES_MIN: one of 16 KiB would be over the ceiling by itself."""
 
 
-def piece_bytes(rate_bytes_per_s: int | None) -> int:
+def piece_bytes(rate_bytes_per_s: int) -> int:
     """How much is released at once: 10 ms of the rate, 16 KiB to 1 MiB, but never more than 100 ms of the rate."""
-    if rate_bytes_per_s is None:
-        return PIECE_BYTES_MAX
     usual = min(max(rate_bytes_per_s * PIECE_NS // NS_PER_S, PIECE_BYTES_MIN), PIECE_BYTES_MAX)
     return max(PIECE_BYTES_LEAST, min(usual, rate_bytes_per_s * PIECE_NS_MAX // NS_PER_S))
 
 
 def burst_bytes(rate_bytes_per_s: int, late_ns: int = LATE_NS) -> int:
     """Return the bytes that a bucket of this rate may hold: 30 ms of it from 13 to 800 Mbit/s, at most 120 ms from 82
-    kbit/s.
-
-    Args:
-        late_ns: how late timers are, at least LATE_NS; what is over BURST_NS_MAX with the piece does not count.
-    """
+    kbit/s. late_ns: of timers, from LATE_NS up to what BURST_NS_MAX leaves."""
     usual = piece_bytes(rate_bytes_per_s) + rate_bytes_per_s * LATE_NS // NS_PER_S
     wish_bytes = piece_bytes(rate_bytes_per_s) + rate_bytes_per_s * late_ns // NS_PER_S
     return max(usual, min(wish_bytes, rate_bytes_per_s * BURST_NS_MAX // NS_PER_S))
 
 
 class TokenBucket:
-    """A ceiling on bytes per second. Time never goes back between calls.
-
-    Args:
-        rate_bytes_per_s: at least 1; None: no limit. now_ns: when it starts.
-        burst: what it may hold; it starts full then. None: `burst_bytes` of the rate, and it starts empty.
-    """
+    """A ceiling on bytes per second, at least 1; None: no limit. Time never goes back between calls. burst: what it may
+    hold, from the start; None: `burst_bytes`, and it starts empty."""
 
     def __init__(self, rate_bytes_per_s: int | None, *, now_ns: int, burst: int | None = None) -> None:
         self._level = 0 if burst is None else burst * NS_PER_S  # bytes x 10^9, so that a ns adds exactly `rate`
@@ -81,8 +69,7 @@ class TokenBucket:
             self._level = max(min(self._level, self._burst * NS_PER_S), -rate_bytes_per_s * DEBT_NS_MAX)
 
     def set_rate(self, rate_bytes_per_s: int | None, *, now_ns: int) -> None:
-        """Change the ceiling from now on; what was saved up shrinks to the new burst, debts stay, up
-        to DEBT_NS_MAX of the new rate."""
+        """Change the ceiling from now on. Savings shrink to the new burst, debts to DEBT_NS_MAX of the new rate."""
         self._accrue(now_ns)
         if self.rate_bytes_per_s is None:
             self._level = 0
@@ -95,8 +82,7 @@ class TokenBucket:
         self._set(self.rate_bytes_per_s)
 
     def ready_at_ns(self, size_bytes: int, *, now_ns: int) -> int:
-        """When a piece of this size may go, `now_ns` if at once. A piece over the burst goes when the bucket is
-        full."""
+        """When a piece of this size may go, `now_ns` if at once; one over the burst when the bucket is full."""
         if self.rate_bytes_per_s is None:
             return now_ns
         missing = min(size_bytes, self._burst) * NS_PER_S - self._level_at(now_ns)
@@ -110,8 +96,7 @@ class TokenBucket:
         return True
 
     def charge(self, size_bytes: int, *, now_ns: int) -> int:
-        """Count bytes that nobody asked for. Returns for how many ns the bucket is in debt by that, DEBT_NS_MAX at
-        most; 0: it is not."""
+        """Count bytes that nobody asked for. Returns for how many ns the bucket is in debt, DEBT_NS_MAX at most."""
         self._accrue(now_ns)
         if self.rate_bytes_per_s is None:
             return 0

@@ -67,4 +67,4 @@ async def test_each_disk_and_each_reason_has_an_alarm_of_its_own(monkeypatch: py
     assert alarms == ["payload-0", "ledger", "copy"], "the copy's when another disk refuses it"
     assert sum("not written" in note.text for note in notes) == REFUSALS_SHOWN + 3
     assert any(text.startswith("payload-0: the disk refuses; ledger: the disk refuses; ") for text in summaries)
-    assert (writes.summary(), writes._disks) == ("", {})
+    assert (writes.summary(), writes.refusals) == ("", {})

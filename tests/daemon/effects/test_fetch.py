@@ -326,7 +326,7 @@ async def test_what_came_waits_for_room_on_the_own_disk_and_is_not_sent_for_agai
     await settle()
     (refusal,) = bench.fetcher.writes.refusals.items()
     assert "of b" in refusal[0]
-    assert "the disk is full" in refusal[1]
+    assert "the disk is full" in refusal[1][1]
     assert [note.is_alarm for note in bench.notes] == [True]
     bench.fetcher.peer_lost("b")  # it has sent all
     assert bench.posted == []

@@ -217,7 +217,7 @@ def test_a_question_leaves_nothing_behind() -> None:
     assert table.payload(BALLOT, 0, 1, [Stripe("r", 0, 4)]) == []
     assert table.merged_stripe(BALLOT, 0, 0, 1, sender="r") is None
     assert table.contribution(1, name("a"), 0, 4) is None
-    assert table.is_empty
+    assert not table._rounds
 
 
 def test_one_sender_can_not_fill_the_memory_and_pushes_out_nobody_else() -> None:

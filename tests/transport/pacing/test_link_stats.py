@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco_node.transport.connections import LONG_RTT_NS
+from diloco_node.transport.kernel.congestion import LONG_RTT_NS
 from diloco_node.transport.kernel.wire_meter import LinkCounters, WireMeter
 from diloco_node.transport.pacing.link_stats import LinkWatch
 

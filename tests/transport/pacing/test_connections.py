@@ -1,10 +1,11 @@
-"""transport/connections.py: how many connections a link is worth."""
+"""transport/pacing/link_stats.py: how many connections a link is worth."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.transport.connections import BULK_CONNECTIONS_MAX, LONG_RTT_NS, LOSSY_PPM, target_connections
+from diloco_node.transport.kernel.congestion import LONG_RTT_NS
+from diloco_node.transport.pacing.link_stats import BULK_CONNECTIONS_MAX, LOSSY_PPM, target_connections
 
 MS = 1_000_000
 MIB = 2**20
