@@ -63,7 +63,11 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Included:
-    """The newest inclusion of a learner in a fragment; see `account.LastInclusion`."""
+    """The newest committed round of a fragment that included a learner.
+
+    version: that the round made. snapshot: the learner's number for it. step_to: its step. tokens_to: of the
+    incarnation.
+    """
 
     learner: str
     fragment: int
