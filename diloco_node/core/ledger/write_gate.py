@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from diloco_node.core.events import Effect, Note, PersistLedger, Send
+from diloco_node.core.events import Effect, Note, Send
 from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.messages import Message
 
@@ -53,10 +53,7 @@ class WriteGate:
         self._notes.clear()
         if self._is_hard_dirty or log.is_dirty:
             self._token += 1
-            change = log.take_change(self._token)
-            effects.append(
-                PersistLedger(self._token, term, voted_for, change.truncate_from, change.entries, change.base)
-            )
+            effects.append(log.take_change(self._token, term, voted_for))
             if self._is_hard_dirty:
                 self._hard_token = self._token
                 self._is_hard_dirty = False

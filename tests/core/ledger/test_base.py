@@ -82,7 +82,7 @@ def test_a_log_is_compacted_and_the_disk_follows() -> None:
     log.compact(base_at(12))
     assert log.is_dirty
     assert log.entries == ENTRIES[12:]
-    change = log.take_change(1)
+    change = log.take_change(1, 1, "")
     assert (change.truncate_from, change.entries, change.base) == (0, (), base_at(12))
     assert not log.is_dirty
     log.on_written(1)
@@ -94,7 +94,7 @@ def test_nothing_behind_a_new_base_is_acknowledged_before_its_states_are_here() 
     log = ReplicaLog(ENTRIES[:3], has_base=lambda: has_base[0])
     log.install(base_at(10), committed_index=3)
     assert (log.last_index, log.entries, log.durable_index) == (10, (), 3)
-    change = log.take_change(1)
+    change = log.take_change(1, 1, "")
     assert (change.truncate_from, change.entries, change.base) == (1, (), base_at(10))
     log.on_written(1)
     log.find_lost(lambda _: True)
@@ -114,7 +114,7 @@ def test_entries_of_another_log_do_not_count_for_those_that_take_their_place() -
     log.promote(lambda _: True)
     log.find_lost(lambda _: True)
     assert (log.last_index, log.durable_index) == (14, 9)
-    log.take_change(1)
+    log.take_change(1, 1, "")
     log.on_written(1)
     assert log.durable_index == 14
 
@@ -124,7 +124,7 @@ def test_what_follows_the_leaders_base_stays() -> None:
     log.install(base_at(10), committed_index=3)
     assert log.entries == ENTRIES[10:15]
     log.find_lost(lambda _: True)
-    assert log.take_change(1).base == base_at(10)
+    assert log.take_change(1, 1, "").base == base_at(10)
     log.on_written(1)
     assert log.durable_index == 15
 
