@@ -246,7 +246,17 @@ class Roster:
 
     def loss_fault(self, region: str) -> str:
         """Say why the others can't do without the vote of a voter, or of the witness; empty if they can."""
-        return vote_fault({name: disk for name, disk in self.voter_disks.items() if name != region}, region)
+        disks = {name: disk for name, disk in self.voter_disks.items() if name != region}
+        if not disks:
+            return (
+                f"{region} is the only voter: give another one a vote first, or end the run with `diloco-node finish`"
+            )
+        quorum = majority_of(len(disks))
+        voting = [name for name, disk in disks.items() if disk not in (NO_DISK, EXPELLED)]
+        if len(voting) >= quorum:
+            return ""
+        names = ", ".join(voting) or "none"
+        return f"without {region} {quorum} of {len(disks)} voters must vote, and only {len(voting)} can: {names}"
 
     def eviction_fault(self, region: str) -> str:
         """Say why the vote of a region can't be taken for being away; empty if it can."""
@@ -290,18 +300,3 @@ def lines_fault(lines: Iterable[Enrolled]) -> str:
     names, kinds = {line.region for line in lines}, [line.kind for line in lines]
     is_sound = len(names) == len(lines) and set(kinds) <= KINDS and kinds.count(MemberKind.WITNESS) <= 1
     return "" if is_sound else "a member is named twice, or of no kind there is"
-
-
-def vote_fault(disks: Mapping[str, bytes], region: str) -> str:
-    """Say why the others can't do without the vote of this region; empty if they can.
-
-    disks: per voter that would be left the folder that the log names.
-    """
-    if not disks:
-        return f"{region} is the only voter: give another one a vote first, or end the run with `diloco-node finish`"
-    quorum = majority_of(len(disks))
-    voting = [name for name, disk in disks.items() if disk not in (NO_DISK, EXPELLED)]
-    if len(voting) >= quorum:
-        return ""
-    names = ", ".join(voting) or "none"
-    return f"without {region} {quorum} of {len(disks)} voters must vote, and only {len(voting)} can: {names}"
