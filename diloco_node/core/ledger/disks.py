@@ -91,14 +91,6 @@ class DiskView:
         """Whether this folder is the one of its region that counts."""
         return disk != NO_DISK and self.disk_of(region) == disk
 
-    def named_at(self, region: str) -> int:
-        """Index of the entry that named the region's folder last; 0 if it is summed up."""
-        named_at, disk = 0, NO_DISK if self._base is None else self._base.disks.get(region, NO_DISK)
-        for index, roster in self._changes:
-            if roster.disks.get(region, NO_DISK) != disk:
-                named_at, disk = index, roster.disks.get(region, NO_DISK)
-        return named_at
-
     def follow(self, entries: Iterable[Entry]) -> None:
         """Take the entries that were added to the log."""
         for entry in entries:

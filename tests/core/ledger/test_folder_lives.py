@@ -99,7 +99,7 @@ def test_a_folder_that_is_named_anew_counts_again() -> None:
     assert not lives.is_older("b")
     assert lives.hear("b", told(LIVES[2])) == ""
     view.follow([named])
-    assert (view.named_at("b"), view.named_at("c")) == (2, 0)
+    assert (view.roster.memberships["b"].folders, view.roster.memberships["c"].folders) == (2, 1)
     assert not lives.is_older("b")
     assert lives.hear("b", told(LIVES[2], committed=2)) == ""
     assert lives.hear("b", told(LIVES[3], end=1)) != "", "it is watched as before"
