@@ -3,7 +3,7 @@
 import pytest
 
 from diloco_node.core.events import Effect, FinishOrdered, MessageArrived, Note, Send
-from diloco_node.core.ledger import ledger_state
+from diloco_node.core.ledger.ledger_state import LedgerState
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.membership import replacement
@@ -473,7 +473,7 @@ def test_a_voter_that_was_away_while_another_came_follows_it_as_its_leader(patch
     small.go(4)
     assert order(small, joiner, "voter") == ""
     small.go(2)
-    patch.setattr(ledger_state, "most_complete", lambda *_, **__: joiner)
+    patch.setattr(LedgerState, "_successor", lambda *_: joiner)
     hosts = [small.hosts[name] for name in sorted(set(small.hosts) - {late, joiner})]
     for host in hosts:
         patch.setattr(host.core.ledger, "_is_draining", True)  # it stands no more

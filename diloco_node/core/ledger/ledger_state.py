@@ -11,7 +11,7 @@ from diloco_node.core.ledger.election import Election, Role, TermClaims, majorit
 from diloco_node.core.ledger.entry_gate import EntryGate, Meaning, check_held
 from diloco_node.core.ledger.folder_lives import FolderLives
 from diloco_node.core.ledger.log import ReplicaLog
-from diloco_node.core.ledger.replication import Follower, Following, WitnessFollower, majority_contact_ns, most_complete
+from diloco_node.core.ledger.replication import Follower, Following, WitnessFollower
 from diloco_node.core.ledger.roster import NO_DISK, Roster, majority_of
 from diloco_node.core.ledger.write_gate import WriteGate
 from diloco_node.core.member_kind import MemberKind
@@ -437,13 +437,13 @@ class LedgerState:
 
     def _successor(self, now_ns: int) -> str:
         """As leader, the live follower that votes, counts and has the most on disk; empty if there is none."""
-        witness = self.disks.roster.witness
-        able = {
-            peer: follower
+        witness, since_ns = self.disks.roster.witness, now_ns - self._election_timeout_ns
+        able = [
+            (-follower.durable_index, peer)
             for peer, follower in self._voting_followers().items()
-            if peer != witness and self._counts(peer, follower.disk)
-        }
-        return most_complete(able, answered_after_ns=now_ns - self._election_timeout_ns)
+            if peer != witness and self._counts(peer, follower.disk) and follower.answered_ns > since_ns
+        ]
+        return min(able)[1] if able else ""
 
     def _may_stand(self) -> bool:
         """Whether it votes, from a folder that counts: another would only disturb. Before the run is founded each may
@@ -466,10 +466,11 @@ class LedgerState:
             return min(index for _, index in votes.values())
         return majority_value(index if self._counts(name, disk) else 0 for name, (disk, index) in votes.items())
 
-    def _hear_majority(self) -> None:
-        """As leader, note when a majority was last heard."""
-        contact_ns, cadence = majority_contact_ns(self._voting_followers().values()), self._election.cadence
-        if cadence.heard_at_ns is None or contact_ns > cadence.heard_at_ns:
+    def _hear_majority(self, now_ns: int) -> None:
+        """As leader, note when a majority, this voter counted, was last heard."""
+        answered_ns = [follower.answered_ns for follower in self._voting_followers().values()]
+        contact_ns, cadence = majority_value([now_ns, *answered_ns]), self._election.cadence
+        if answered_ns and (cadence.heard_at_ns is None or contact_ns > cadence.heard_at_ns):
             cadence.hear(contact_ns)
 
     def _counts(self, region: str, disk: bytes) -> bool:
