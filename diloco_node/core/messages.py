@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.member_kind import Enrolled
+from diloco_node.core.member_kind import Membership
 from diloco_node.core.types import (
     NO_LIMITS,
     Ballot,
@@ -344,7 +344,7 @@ class RosterShown:
     authority over them (`core.ledger.roster.Roster`)."""
 
     changes: int
-    members: tuple[Enrolled, ...]
+    members: tuple[Membership, ...]
     signature: bytes
 
 

@@ -327,7 +327,7 @@ def test_every_member_tells_a_region_that_it_was_removed(patch: pytest.MonkeyPat
     core = small.hosts[peer].core
     without = roster(small, peer).changed(MembershipBody(leaver, "former"))
     told = RosterShown(1, without.lines, signature_of(without.statement("simulated")))
-    patch.setattr(core.history, "roster", Roster.of_lines(told.members, told.changes, told.signature))
+    patch.setattr(core.history, "roster", Roster(told.members, told.changes, told.signature))
     core.farewell.look(now_ns=small.world.now_ns)
     assert Send(leaver, told) in core._effects.take()
 

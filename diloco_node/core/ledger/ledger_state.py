@@ -70,7 +70,7 @@ class LedgerState:
         base: LedgerBase = NO_BASE,
         has_base: Callable[[], bool] = lambda: True,
         base_fault: Callable[[LedgerBase], str] = lambda _: "",
-        named_by: Callable[[LedgerBase], Roster] = lambda _: Roster({}),
+        named_by: Callable[[LedgerBase], Roster] = lambda _: Roster(),
         life: int = 0,
     ) -> None:
         if len(set(voters)) != len(voters):
@@ -98,7 +98,7 @@ class LedgerState:
         self._log = ReplicaLog(entries, self._may_persist, base=base, has_base=has_base)
         self.disks.follow(entries)
         # Signed by the run's authority: members of which the log here may not know yet. Their folders are unsigned.
-        self.newer_roster = Roster({})
+        self.newer_roster = Roster()
         # What the others tell of their folders; and of this one, its life and where its log ended on disk then.
         self.folders = FolderLives(self.disks)
         self._life, self._end_index = life, self._log.last_index

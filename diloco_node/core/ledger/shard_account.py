@@ -102,7 +102,7 @@ class ShardAccount:
         """Take the next entry, before its contributions are taken."""
         body = entry.body
         if isinstance(body, GenesisBody):
-            self._put(self._owners, "now", _Owners(body.run_id, Roster({}).after(entry)))
+            self._put(self._owners, "now", _Owners(body.run_id, Roster().after(entry)))
         elif isinstance(body, MembershipBody | DiskNamedBody) and self._owners:
             before = self._owners["now"]
             after = _Owners(before.run_id, before.roster.after(entry))

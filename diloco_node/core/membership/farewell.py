@@ -69,7 +69,7 @@ class Farewell:
         is_old = is_old or (own_changes == 0 and changes < self.joined)
         if self.reason or lines_fault(message.members):
             return
-        roster = Roster.of_lines(message.members, changes, message.signature)
+        roster = Roster(message.members, changes, message.signature)
         is_split = own_changes > 0 and changes > 0 and own.is_split_from(roster)
         if peer in self._splits and not is_split and not self._roster_fault(roster):  # emptied, and added to this run
             _, text = self._splits.pop(peer)

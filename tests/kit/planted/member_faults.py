@@ -20,7 +20,7 @@ class EagerView(DiskView):
 
     @roster.setter
     def roster(self, roster: Roster) -> None:
-        self._roster = Roster(roster.memberships, roster.changes, roster.signature)
+        self._roster = Roster(roster.lines, roster.changes, roster.signature)
         self._roster.voters = roster.names
 
 
