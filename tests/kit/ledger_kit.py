@@ -7,6 +7,7 @@ from diloco_node.core.events import Effect, LedgerPersisted, MessageArrived, Not
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.entry_gate import Meaning
 from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.messages import AppendEntries, AppendEntriesReply, Message, RequestVote, RequestVoteReply
 from diloco_node.core.types import Ballot, DiscardedBody, Entry, EntryBody, LeaderBody, RoundBody
 
@@ -54,11 +55,10 @@ def a_core(
     settled_index: int = 0,
 ) -> LedgerCore:
     """A voter of a run that is founded already, unless said otherwise: each voter's folder is named."""
-    return cls(
+    core = cls(
         region=region,
         voters=voters,
         disk=disk or disk_of(region),
-        disks={name: disk_of(name) for name in voters} if is_founded else None,
         heartbeat_ns=HEARTBEAT_NS,
         election_timeout_ns=TIMEOUT_NS,
         term=term if term is not None else (entries[-1].term if entries else 0),
@@ -70,6 +70,10 @@ def a_core(
         meaning=meaning,
         settled_index=settled_index,
     )
+    if is_founded:
+        core.disks.begin(Roster.of_voters(voters, {name: disk_of(name) for name in voters}), 0)
+        core.disks.follow(entries)
+    return core
 
 
 def sends(effects: list[Effect]) -> list[tuple[str, Message]]:

@@ -46,21 +46,21 @@ class DiskView:
 
     Args:
         voters: the regions that found the run.
-        base: the roster of earlier entries, if the log begins later than entry 1; or per region its folder.
+        base: the roster of earlier entries, if the log begins later than entry 1.
 
     Attributes:
         known_index: the entries up to here were looked at.
         roster: after the last of them.
     """
 
-    def __init__(self, voters: Iterable[str], base: Roster | Mapping[str, bytes] | None = None) -> None:
+    def __init__(self, voters: Iterable[str], base: Roster | None = None) -> None:
         self._founders = Roster.of_voters(voters)
         self._changes: list[tuple[int, Roster]] = []
         self.known_index = 0
         self._base: Roster | None = None
         self.roster = self._founders
         if base:
-            self.begin(base if isinstance(base, Roster) else Roster.of_voters(base, base), 0)
+            self.begin(base, 0)
 
     @property
     def has_view(self) -> bool:

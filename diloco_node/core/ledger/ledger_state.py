@@ -33,7 +33,6 @@ class LedgerState:
         region: this voter. voters: the regions that found the run, the same on every region; without this one if it
             joins a run that has begun.
         disk: id of this voter's folder. life: of the folder (`FolderLife`).
-        named: the folders that count before entry 1, by region; None: the log itself begins the run.
         heartbeat_ns: between two heartbeats of a leader.
         election_timeout_ns: a follower that hears no leader asks for votes after 1 to 2 times this; a leader that hears
             no majority for this long steps down. At least two heartbeats. Longer where messages come late (`Cadence`)
@@ -64,7 +63,6 @@ class LedgerState:
         seed: int,
         now_ns: int,
         has_payload: Callable[[EntryBody], bool],
-        disks: Mapping[str, bytes] | None = None,
         meaning: Meaning | None = None,
         settled_index: int = 0,
         base: LedgerBase = NO_BASE,
@@ -93,8 +91,9 @@ class LedgerState:
         # A base that a leader sent, until the rest of the core has taken it.
         self._new_base: LedgerBase | None = None
         check_held(base, entries, meaning)
-        self.disks = DiskView(sorted(voters), named_by(base) if base.index else disks)
-        self.disks.known_index = base.index
+        self.disks = DiskView(sorted(voters))
+        if base.index:
+            self.disks.begin(named_by(base), base.index)
         self._log = ReplicaLog(entries, self._may_persist, base=base, has_base=has_base)
         self.disks.follow(entries)
         # Signed by the run's authority: members of which the log here may not know yet. Their folders are unsigned.

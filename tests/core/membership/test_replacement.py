@@ -6,6 +6,7 @@ from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.folder_lives import FolderLives
 from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.membership.replacement import REST_HEARTBEATS, DiskReplacement
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import DiskNamedBody
@@ -20,7 +21,7 @@ class Leads:
     """A leader's ledger as the replacement asks it, set by hand: region b answers from another folder."""
 
     def __init__(self) -> None:
-        self.disks = DiskView("abc", {"a": b"a" * 16, "b": OLD, "c": b"c" * 16})
+        self.disks = DiskView("abc", Roster.of_voters("abc", {"a": b"a" * 16, "b": OLD, "c": b"c" * 16}))
         self.folders = FolderLives(self.disks)
         self.is_settled = True
         self.cluster_commit_index = 9
