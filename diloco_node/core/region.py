@@ -156,9 +156,8 @@ class RegionCore:
         self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
         # Fragments that are due by the learner's last report: a further one is told to the leader at once.
         self._due: frozenset[int] = frozenset()
-        self._participation = Participation(self.history.roster.names, self.liveness)
-        self._participation.restore(self.history.rounds_included)
-        self.history.followers = (self.liveness.follow, self._fetches.follow, self._participation.follow)
+        self._participation = Participation(self.history, self.liveness)
+        self.history.followers = (self.liveness.follow, self._fetches.follow)
         self._patience = PayloadPatience(self.participant, self.history)
         # (term, leader) of the last note about it.
         self._reported_leader = (0, "")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.messages import LeftOut
+from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.types import Ballot, LearnerStatus, RoundBody
@@ -121,35 +122,25 @@ class RegionView:
 
 
 class Participation:
-    """Counts the merges that learners were in, of those committed while they were live."""
+    """Counts the merges without a learner that was live. The history counts those with it."""
 
-    def __init__(self, regions: Iterable[str], liveness: Liveness) -> None:
-        self._liveness = liveness
-        self._included: dict[str, int] = {}
-        self._committed: dict[str, int] = {}
-        self.follow(regions)
-
-    def follow(self, regions: Iterable[str]) -> None:
-        """These are the regions from now on; a new one is counted from here."""
-        self._included = {name: self._included.get(name, 0) for name in regions}
-        self._committed = {name: self._committed.get(name, 0) for name in regions}
-
-    def restore(self, counts: Mapping[str, int]) -> None:
-        """Go on from what the ledger's base says; who was live while a learner was left out, it does not say."""
-        for name in self._committed:
-            self._included[name] = self._committed[name] = counts.get(name, 0)
+    def __init__(self, history: RoundHistory, liveness: Liveness) -> None:
+        self._history, self._liveness = history, liveness
+        self._missed: Counter[str] = Counter()
 
     def count(self, body: RoundBody) -> None:
         """A round is committed."""
         members = {member.contribution.learner for member in body.members}
-        for name in self._committed:
-            if name in members or self._liveness.learner(name) is not None:
-                self._included[name] += name in members
-                self._committed[name] += 1
+        names = set(self._history.roster.names) - members
+        self._missed.update(name for name in names if self._liveness.learner(name) is not None)
 
     def view(self) -> tuple[ParticipationView, ...]:
         """All regions, by name."""
-        return tuple(ParticipationView(name, self._included[name], self._committed[name]) for name in self._committed)
+        included = self._history.rounds_included
+        return tuple(
+            ParticipationView(name, included.get(name, 0), included.get(name, 0) + self._missed[name])
+            for name in self._history.roster.names
+        )
 
 
 def peer_views(liveness: Liveness, *, now_ns: int) -> tuple[PeerView, ...]:
