@@ -52,7 +52,7 @@ Codec = tuple[Check, Check]
 """Write and read: each returns the value in its other form, or raises OutOfBounds."""
 
 DEPTH_MAX: Final = 8
-"""Nested dataclasses and tuples in one message, told from the hints when the codec is built."""
+"""Arrays within each other in one message."""
 
 _NO_BOUND: Final = "needs a bound of kind {kind} in core/bounds.py or wire/field_bounds.py, found {found}"
 
@@ -68,17 +68,15 @@ class ArrayCodecs:
     def __init__(self, bounds: Bounds, tags: Mapping[type, int], *, is_lenient: bool = False) -> None:
         self._bounds, self._tags, self._is_lenient = bounds, tags, is_lenient
 
-    def codec(self, cls: type, *, skip: int = 0, depth: int = 1) -> Codec:
+    def codec(self, cls: type, *, skip: int = 0) -> Codec:
         """Build the codec of an array of fields. skip: places (0 or 1) that are left at its front for the tag.
 
-        Raises TypeError: a hint that can't be encoded, or is nested deeper than `DEPTH_MAX`; a field without a bound.
+        Raises TypeError: a hint that can't be encoded; a field without a bound.
         """
-        if depth > DEPTH_MAX:
-            raise TypeError(f"{cls.__name__} is nested deeper than {DEPTH_MAX}")
         names = [field.name for field in dataclasses.fields(cls)]
         bounds = [bound_of(self._bounds, cls.__name__, name) for name in names]
         hints = typing.get_type_hints(cls)
-        built = [self._field(cls, name, hints[name], bound, depth) for name, bound in zip(names, bounds, strict=True)]
+        built = [self._field(cls, name, hints[name], bound) for name, bound in zip(names, bounds, strict=True)]
         encoders, decoders = [encode for encode, _ in built], [decode for _, decode in built]
         places = [f".{name}" for name in names]
         pairs = relations(names, bounds)
@@ -114,34 +112,34 @@ class ArrayCodecs:
 
         return encode, decode
 
-    def _field(self, cls: type, name: str, hint: Any, bound: Bound | None, depth: int) -> Codec:
+    def _field(self, cls: type, name: str, hint: Any, bound: Bound | None) -> Codec:
         try:
-            return self._hint(hint, bound, name in REGION_FIELDS, depth=depth)
+            return self._hint(hint, bound, name in REGION_FIELDS)
         except OutOfBounds as error:
             raise TypeError(f"{cls.__name__}.{name}: {error.found}") from None
 
-    def _hint(self, hint: Any, bound: Bound | None, is_region: bool, *, depth: int) -> Codec:
+    def _hint(self, hint: Any, bound: Bound | None, is_region: bool) -> Codec:
         """Encoder and decoder of a field. Raises OutOfBounds when it has no bound, or one of another kind."""
         origin = typing.get_origin(hint)
         if origin in (types.UnionType, typing.Union):
-            return self._union(typing.get_args(hint), bound, is_region, depth=depth)
+            return self._union(typing.get_args(hint), bound, is_region)
         if origin is tuple:
-            return self._tuple(typing.get_args(hint), bound, is_region, depth=depth + 1)
+            return self._tuple(typing.get_args(hint), bound, is_region)
         if isinstance(hint, type):
             if hint in (int, float, bool, str, bytes):
                 return _scalar(hint, bound, is_region, self._is_lenient)
             if issubclass(hint, Enum):
                 return _enum(hint)
             if dataclasses.is_dataclass(hint):
-                return self.codec(hint, skip=0, depth=depth + 1)
+                return self.codec(hint, skip=0)
         raise TypeError(f"no encoding for a field of type {hint!r}")
 
-    def _union(self, members: tuple[Any, ...], bound: Bound | None, is_region: bool, *, depth: int) -> Codec:
+    def _union(self, members: tuple[Any, ...], bound: Bound | None, is_region: bool) -> Codec:
         kinds = [member for member in members if member is not types.NoneType]
         if len(kinds) == 1:
-            encode, decode = self._hint(kinds[0], bound, is_region, depth=depth)
+            encode, decode = self._hint(kinds[0], bound, is_region)
         else:
-            encode, decode = self._tagged(kinds, depth=depth + 1)
+            encode, decode = self._tagged(kinds)
         if len(kinds) == len(members):
             return encode, decode
         return (
@@ -149,13 +147,13 @@ class ArrayCodecs:
             lambda value: None if value is None else decode(value),
         )
 
-    def _tagged(self, members: list[Any], *, depth: int) -> Codec:
+    def _tagged(self, members: list[Any]) -> Codec:
         by_type: dict[type, tuple[int, Check]] = {}
         by_tag: dict[int, Check] = {}
         for cls in members:
             if cls not in self._tags:
                 raise TypeError(f"{cls!r} is in a union, but has no tag in the schema")
-            encode_member, decode_member = self.codec(cls, skip=1, depth=depth)
+            encode_member, decode_member = self.codec(cls, skip=1)
             by_type[cls] = (self._tags[cls], encode_member)
             by_tag[self._tags[cls]] = decode_member
 
@@ -177,14 +175,12 @@ class ArrayCodecs:
 
         return encode, decode
 
-    def _tuple(self, items: tuple[Any, ...], bound: Bound | None, is_region: bool, *, depth: int) -> Codec:
-        if depth > DEPTH_MAX:
-            raise TypeError(f"a tuple is nested deeper than {DEPTH_MAX}")
+    def _tuple(self, items: tuple[Any, ...], bound: Bound | None, is_region: bool) -> Codec:
         if len(items) != 2 or items[1] is not Ellipsis:
             raise TypeError(f"no encoding for a tuple of {items!r}: only for tuple[X, ...]")
         if not isinstance(bound, Items):
             raise OutOfBounds(_NO_BOUND.format(kind="Items", found=bound))
-        encode, decode = self._hint(items[0], bound.of, is_region, depth=depth)
+        encode, decode = self._hint(items[0], bound.of, is_region)
         return (
             items_check(encode, bound, container=tuple, make=list),
             items_check(decode, bound, container=list, make=tuple),
