@@ -59,20 +59,6 @@ class PeerView:
 
 
 @dataclass(frozen=True, slots=True)
-class ParticipationView:
-    """How often a learner was in a merge, of the rounds that were committed while it was seen to be live."""
-
-    learner: str
-    included: int
-    committed: int
-
-    @property
-    def ratio(self) -> float | None:
-        """`included / committed`; None before the first."""
-        return self.included / self.committed if self.committed else None
-
-
-@dataclass(frozen=True, slots=True)
 class RegionView:
     """Everything at one moment; versions, rounds and entries as in their names.
 
@@ -82,6 +68,8 @@ class RegionView:
         digests: per fragment (version, first bytes of the digest) of the last one computed here.
         end_waits: what the run's end waits for, see `RunEnd.waiting`.
         waiting: why no (further) round is open, or what this region waits for; in words.
+        participation: by region, of the rounds that were committed while its learner was seen to be live, the part that
+            it was in; None before the first.
         fetching: (fragment, version, peer).
         rounds_committed, tokens_merged: since genesis; tokens are the mean over the fragments.
         digest_differences: alarms about unequal bytes at equal versions. contradictions: of peers, to Raft.
@@ -105,7 +93,7 @@ class RegionView:
     learner: LearnerStatus | None
     rounds: tuple[RoundView, ...]
     peers: tuple[PeerView, ...]
-    participation: tuple[ParticipationView, ...]
+    participation: tuple[tuple[str, float | None], ...]
     end_waits: str
     waiting: str
     fetching: tuple[tuple[int, int, str], ...]
@@ -134,13 +122,14 @@ class Participation:
         names = set(self._history.roster.names) - members
         self._missed.update(name for name in names if self._liveness.learner(name) is not None)
 
-    def view(self) -> tuple[ParticipationView, ...]:
-        """All regions, by name."""
-        included = self._history.rounds_included
-        return tuple(
-            ParticipationView(name, included.get(name, 0), included.get(name, 0) + self._missed[name])
-            for name in self._history.roster.names
-        )
+    def ratios(self) -> tuple[tuple[str, float | None], ...]:
+        """By region, sorted, the part of the merges that its learner was in; None before the first."""
+        ratios = []
+        for name in self._history.roster.names:
+            included = self._history.rounds_included.get(name, 0)
+            committed = included + self._missed[name]
+            ratios.append((name, included / committed if committed else None))
+        return tuple(ratios)
 
 
 def peer_views(liveness: Liveness, *, now_ns: int) -> tuple[PeerView, ...]:
@@ -211,7 +200,7 @@ def region_view(
         learner=core.liveness.learner(region),
         rounds=round_views(leader, core.participant),
         peers=peer_views(core.liveness, now_ns=now_ns),
-        participation=participation.view(),
+        participation=participation.ratios(),
         end_waits=end_waits,
         waiting=end_waits or upkeep.reason or reason,
         fetching=fetches.in_flight(),

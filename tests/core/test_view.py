@@ -4,7 +4,7 @@ from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import RoundBody
-from diloco_node.core.view import Participation, ParticipationView
+from diloco_node.core.view import Participation
 from tests.kit.rounds_kit import MS, REGIONS, Ledger, committed_round, contribution, status
 
 
@@ -21,6 +21,4 @@ def test_rounds_count_for_those_that_are_in_them_and_for_live_learners() -> None
     liveness.own_learner(status(), now_ns=1)
     commit(committed_round(1, 1, [contribution("b"), contribution("a")]))
     commit(committed_round(0, 2, [contribution("b")]))
-    result = participation.view()
-    assert result == (ParticipationView("a", 1, 2), ParticipationView("b", 3, 3), ParticipationView("c", 0, 0))
-    assert [line.ratio for line in result] == [0.5, 1.0, None]
+    assert participation.ratios() == (("a", 0.5), ("b", 1.0), ("c", None))

@@ -155,7 +155,7 @@ def test_three_regions_train_one_model_to_the_end(play: Play) -> None:
         assert rounds >= 2 * STEPS // 8 - 2
         for region in world.regions.values():
             assert region.learner.step >= STEPS - 5
-            assert (region.node.core.view().participation[0].ratio or 0.0) > 0.9
+            assert (region.node.core.view().participation[0][1] or 0.0) > 0.9
             assert region.notes.alarms == 0, list(region.notes.last)
 
     play(scenario)

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from diloco_node.core.events import Note
 from diloco_node.core.messages import LeftOut
 from diloco_node.core.types import Ballot, FragmentPosition, LearnerStatus
-from diloco_node.core.view import ParticipationView, PeerView, RegionView, RoundView
+from diloco_node.core.view import PeerView, RegionView, RoundView
 from diloco_node.daemon.admin.metrics import StatusCollector
 from diloco_node.daemon.admin.node_status import NodeStatus
 from diloco_node.daemon.admin.status_document import (
@@ -54,7 +54,7 @@ def view_of(fragments: int = 2, **changes: Any) -> RegionView:
         "learner": learner,
         "rounds": (RoundView(1, 4, Ballot(4, 2), 1, ("eu", "us"), ("us",), 2 * SECOND, 9 * SECOND, "waits for eu"),),
         "peers": (PeerView("eu", True, 40_000_000, ("us",), learner, 9),),
-        "participation": (ParticipationView("eu", 3, 4), ParticipationView("us", 4, 4)),
+        "participation": (("eu", 0.75), ("us", 1.0)),
         "end_waits": "",
         "waiting": "not due",
         "fetching": ((1, 3, "eu"),),
