@@ -374,7 +374,7 @@ class RegionCore:
 
     def _message_arrived(self, event: ev.MessageArrived, now_ns: int) -> None:
         message = event.message
-        if event.peer in self.history.expelled:
+        if event.peer in self.history.roster.expelled:
             return  # its links are about to be closed
         if isinstance(message, msg.LEDGER_MESSAGES):
             self.liveness.hear(event.peer, now_ns=now_ns)

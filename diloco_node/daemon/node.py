@@ -228,7 +228,7 @@ class Node:
 
     def _post(self, event: ev.Event) -> None:
         self.pump.post(event)
-        self.transport.expel(self.core.history.expelled)
+        self.transport.expel(self.core.history.roster.expelled)
         self.transport.credentials.revocations = self.core.history.revocations
         self._follow_settings()
         self._mend_initial_state()

@@ -38,7 +38,7 @@ def test_an_expelled_region_is_in_no_round_and_a_readmitted_one_is_again(patch: 
     count = len(small.bodies())
     small.go(4)
     assert members(small, count) == set(small.hosts) - {victim}
-    assert all(host.core.history.expelled == {victim} for name, host in small.hosts.items() if name != victim)
+    assert all(host.core.history.roster.expelled == {victim} for name, host in small.hosts.items() if name != victim)
     assert "is expelled already" in order(small, victim)
     assert small.view(small.leader()).leader != victim
     assert order(small, victim, is_lifted=True) == ""

@@ -82,11 +82,6 @@ class DiskView:
         disk = self.roster.disks.get(region, NO_DISK)
         return NO_DISK if disk in (EXPELLED, EVICTED) else disk
 
-    @property
-    def expelled(self) -> frozenset[str]:
-        """The regions that are expelled."""
-        return frozenset(region for region, disk in self.roster.disks.items() if disk == EXPELLED)
-
     def counts(self, region: str, disk: bytes) -> bool:
         """Whether this folder is the one of its region that counts."""
         return disk != NO_DISK and self.disk_of(region) == disk

@@ -71,10 +71,11 @@ class Roster:
         voters: who counts for a majority, sorted: voters that are not EVICTED, and the witness.
         witness: its name; empty: there is none.
         disks: per member, and of the witness, the folder that the log names; see `Membership`.
+        expelled: the members whose folder is `EXPELLED`.
         changes: of the members since genesis. signature: of the last one, see `statement`; empty without one.
     """
 
-    __slots__ = ("changes", "disks", "memberships", "names", "signature", "voters", "witness")
+    __slots__ = ("changes", "disks", "expelled", "memberships", "names", "signature", "voters", "witness")
 
     def __init__(self, lines: Iterable[Membership] = (), changes: int = 0, signature: bytes = b"") -> None:
         self.changes, self.signature = changes, signature
@@ -86,6 +87,7 @@ class Roster:
             name for name, line in members.items() if line.kind != MemberKind.CONTRIBUTOR and line.disk != EVICTED
         )
         self.disks = {name: line.disk for name, line in members.items()}
+        self.expelled = frozenset(name for name, disk in self.disks.items() if disk == EXPELLED)
 
     @classmethod
     def of_voters(cls, names: Iterable[str], disks: Mapping[str, bytes] | None = None, *, since: int = 0) -> Roster:

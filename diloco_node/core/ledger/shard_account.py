@@ -21,7 +21,7 @@ from diloco_node.core.data_shards import ShardRows, TrainedRows, shard_owners
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.summary import RunSummary, ShardLife, ShardLines, ShardWait, summed_roster
 from diloco_node.core.member_kind import MembershipBody
-from diloco_node.core.types import EXPELLED, Contribution, DiskNamedBody, Entry, GenesisBody
+from diloco_node.core.types import Contribution, DiskNamedBody, Entry, GenesisBody
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -109,11 +109,11 @@ class ShardAccount:
             self._put(self._owners, "now", after)
             if after.roster.names and after.roster.names != before.roster.names:
                 self._hand_over(before.table(), after)
-            if after.roster.disks.get(body.region) == EXPELLED:
+            if body.region in after.roster.expelled:
                 self._release(body.region)
 
     def _hand_over(self, before: tuple[str, ...], after: _Owners) -> None:
-        names = frozenset(name for name, disk in after.roster.disks.items() if disk != EXPELLED)
+        names = after.roster.disks.keys() - after.roster.expelled
         for shard, (former, owner) in enumerate(zip(before, after.table(), strict=True)):
             waits = self._waits.get(shard, frozenset())
             if former == owner and owner not in waits and waits <= names:

@@ -250,7 +250,7 @@ class DiskReplacement:
         is_lifted = body.disk != EXPELLED
         if body.region not in self._ledger.disks.roster.disks:
             return f"{body.region} is no member of the run"
-        if (body.region in self._ledger.disks.expelled) is not is_lifted:
+        if (body.region in self._ledger.disks.roster.expelled) is not is_lifted:
             return f"{body.region} is {'not expelled' if is_lifted else 'expelled already'}"
         if body.region == self._ledger.disks.roster.witness:
             return f"{body.region} is the witness: remove it, `diloco-node members remove {body.region}`"
@@ -322,7 +322,7 @@ class DiskReplacement:
             return None
         for region, disk in sorted(ledger.reported_disks.items()):
             named_disk = disks.disk_of(region)
-            if (disk == named_disk and not ledger.folders.is_older(region)) or region in disks.expelled:
+            if (disk == named_disk and not ledger.folders.is_older(region)) or region in disks.roster.expelled:
                 continue
             if now_ns - self._named_at_ns.get(region, now_ns - self._rest_ns) < self._rest_ns:
                 continue
