@@ -80,18 +80,9 @@ class Genesis:
         if digests is not None and founders and not self._fetches.brings_other_initial(digests):
             self._proposed_term = term
             run_id, settings_digest, manifest_digest, regions = self._run
-            disks = tuple(founders[name] for name in regions)
+            disks, settings = tuple(founders[name] for name in regions), (SettingsBody.of(self._history.settings),)
             self._leader.proposals.append(
-                GenesisBody(
-                    run_id,
-                    manifest_digest,
-                    settings_digest,
-                    regions,
-                    digests,
-                    disks,
-                    self.listing,
-                    (SettingsBody.of(self._history.settings),),
-                )
+                GenesisBody(run_id, manifest_digest, settings_digest, regions, digests, disks, self.listing, settings)
             )
 
     def on_commit(self, body: GenesisBody) -> None:

@@ -103,10 +103,7 @@ class RegionCore:
         )
         self._fetches = Fetches(region=region, regions=self.history.roster.names, effects=self._effects)
         self.liveness = Liveness(
-            region=region,
-            regions=self.history.roster.names,
-            heartbeat_ns=settings.heartbeat_ns,
-            effects=self._effects,
+            region=region, regions=self.history.roster.names, heartbeat_ns=settings.heartbeat_ns, effects=self._effects
         )
         context = RoundContext(
             region=region,

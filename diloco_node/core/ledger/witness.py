@@ -213,11 +213,7 @@ def _follow(record: WitnessRecord, peer: str, term: int) -> tuple[WitnessRecord,
 
 
 def _append(
-    record: WitnessRecord,
-    peer: str,
-    request: AppendEntries,
-    has_payload: Callable[[Entry], bool],
-    tail_max: int,
+    record: WitnessRecord, peer: str, request: AppendEntries, has_payload: Callable[[Entry], bool], tail_max: int
 ) -> WitnessAnswer:
     record, is_leader = _follow(record, peer, request.term)
     if not is_leader or fault_in(request):
@@ -275,10 +271,8 @@ def _begin(record: WitnessRecord, peer: str, message: BaseSent) -> WitnessAnswer
             base = LedgerBase(message.index, message.base_term, message.hash, b"")
             record = replace(record, base=base, entries=())
         record = replace(record, commit_index=max(record.commit_index, message.index))
-    base = record.base
-    return WitnessAnswer(
-        record, AppendEntriesReply(record.term, message.sequence, True, base.index, base.hash, record.disk)
-    )
+    reply = AppendEntriesReply(record.term, message.sequence, True, record.base.index, record.base.hash, record.disk)
+    return WitnessAnswer(record, reply)
 
 
 def _tail_after(record: WitnessRecord, index: int) -> WitnessRecord:
@@ -291,30 +285,15 @@ def _tail_after(record: WitnessRecord, index: int) -> WitnessRecord:
 
 
 def _refusal(record: WitnessRecord, sequence: int, index: int) -> WitnessAnswer:
-    return WitnessAnswer(
-        record, AppendEntriesReply(record.term, sequence, False, max(0, index), ZERO_HASH, record.disk)
-    )
+    reply = AppendEntriesReply(record.term, sequence, False, max(0, index), ZERO_HASH, record.disk)
+    return WitnessAnswer(record, reply)
 
 
 def encode_record(record: WitnessRecord) -> bytes:
     """The record as the bytes of the object."""
-    base = record.base
-    return bytes(
-        msgpack.packb(
-            [
-                FORMAT,
-                record.run_id,
-                record.disk,
-                record.writes,
-                record.term,
-                record.voted_for,
-                record.leader,
-                [base.index, base.term, base.hash],
-                record.commit_index,
-                [record.encode(entry) for entry in record.entries],
-            ]
-        )
-    )
+    names, base = [FORMAT, record.run_id, record.disk, record.writes], record.base
+    state = [record.term, record.voted_for, record.leader, [base.index, base.term, base.hash], record.commit_index]
+    return bytes(msgpack.packb([*names, *state, [record.encode(entry) for entry in record.entries]]))
 
 
 def decode_record(data: bytes | memoryview) -> WitnessRecord:

@@ -88,14 +88,7 @@ class Liveness:
         patience: factor on how long the others may be silent: terms came to nothing (`LedgerState.patience`).
     """
 
-    def __init__(
-        self,
-        *,
-        region: str,
-        regions: tuple[str, ...],
-        heartbeat_ns: int,
-        effects: EffectBuffer,
-    ) -> None:
+    def __init__(self, *, region: str, regions: tuple[str, ...], heartbeat_ns: int, effects: EffectBuffer) -> None:
         self._region = region
         self.is_leaving = False
         self.folder: FolderLife | None = None
