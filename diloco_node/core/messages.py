@@ -348,32 +348,14 @@ class RosterShown:
     signature: bytes
 
 
+# fmt: off
 Message = (
-    RequestVote
-    | RequestVoteReply
-    | AppendEntries
-    | AppendEntriesReply
-    | BaseSent
-    | TimeoutNow
-    | Heartbeat
-    | BallotOpened
-    | Contributed
-    | Declined
-    | StripesReceived
-    | MergeDecided
-    | ReductionReported
-    | MergedReceived
-    | PayloadDurable
-    | AuditDrawn
-    | ContributionProjected
-    | FinishRequested
-    | DiscardReported
-    | PayloadRequested
-    | StateRequested
-    | Refused
-    | RosterShown
+    RequestVote | RequestVoteReply | AppendEntries | AppendEntriesReply | BaseSent | TimeoutNow | Heartbeat
+    | BallotOpened | Contributed | Declined | StripesReceived | MergeDecided | ReductionReported | MergedReceived
+    | PayloadDurable | AuditDrawn | ContributionProjected | FinishRequested | DiscardReported | PayloadRequested
+    | StateRequested | Refused | RosterShown
 )
-
+# fmt: on
 
 # A tuple: a union of types takes `isinstance` ten times as long, and each message is asked.
 LEDGER_MESSAGES: Final = (RequestVote, RequestVoteReply, AppendEntries, AppendEntriesReply, BaseSent, TimeoutNow)
