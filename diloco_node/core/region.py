@@ -122,22 +122,16 @@ class RegionCore:
         self.ledger = LedgerCore(
             region=region,
             voters=peers,
-            disk=recovery.disk,
+            recovery=recovery,
             heartbeat_ns=settings.heartbeat_ns,
             election_timeout_ns=settings.election_timeout_ns,
-            term=recovery.term,
-            voted_for=recovery.voted_for,
-            entries=recovery.entries,
-            settled_index=recovery.settled_index,
             seed=seed,
             now_ns=now_ns,
             has_payload=self._has_payload,
             meaning=check,
-            base=base,
             has_base=self.versions.has_base,
             base_fault=check.base_fault,
             named_by=lambda base: summed_roster(decode_summary(base.summary, fragments=fragments)),
-            life=recovery.life,
         )
         check.roster_fault = lambda roster: authority(roster.statement(run_id), roster.signature)
         self.leader = RoundLeader(context, progress, self.participant)

@@ -9,7 +9,7 @@ from diloco_node.core.ledger.entry_gate import Meaning
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.messages import AppendEntries, AppendEntriesReply, Message, RequestVote, RequestVoteReply
-from diloco_node.core.types import Ballot, DiscardedBody, Entry, EntryBody, LeaderBody, RoundBody
+from diloco_node.core.types import Ballot, DiscardedBody, Entry, EntryBody, LeaderBody, Recovered, RoundBody
 
 
 def disk_of(name: str) -> bytes:
@@ -55,21 +55,20 @@ def a_core(
     settled_index: int = 0,
 ) -> LedgerCore:
     """A voter of a run that is founded already, unless said otherwise: each voter's folder is named."""
+    if term is None:
+        term = entries[-1].term if entries else 0
     core = cls(
         region=region,
         voters=voters,
-        disk=disk or disk_of(region),
+        recovery=Recovered(term, voted_for, entries, (), frozenset(), disk=disk or disk_of(region)),
         heartbeat_ns=HEARTBEAT_NS,
         election_timeout_ns=TIMEOUT_NS,
-        term=term if term is not None else (entries[-1].term if entries else 0),
-        voted_for=voted_for,
-        entries=entries,
         seed=seed,
         now_ns=now_ns,
         has_payload=has_payload,
         meaning=meaning,
-        settled_index=settled_index,
     )
+    core.cluster_commit_index = max(core.cluster_commit_index, settled_index)
     if is_founded:
         core.disks.begin(Roster.of_voters(voters, {name: disk_of(name) for name in voters}), 0)
         core.disks.follow(entries)

@@ -15,7 +15,7 @@ from diloco_node.core.ledger.replication import Follower, Following, WitnessFoll
 from diloco_node.core.ledger.roster import NO_DISK, Roster, majority_of
 from diloco_node.core.ledger.write_gate import WriteGate
 from diloco_node.core.member_kind import MemberKind
-from diloco_node.core.types import NO_BASE, Entry, EntryBody, FolderLife, LeaderBody, LedgerBase, RoundBody
+from diloco_node.core.types import Entry, EntryBody, FolderLife, LeaderBody, LedgerBase, Recovered, RoundBody
 
 WITNESS_HEARTBEATS: Final = 1500
 """After so many heartbeats without it, five minutes by default, a leader asks the witness: a bucket that is away, or
@@ -32,21 +32,17 @@ class LedgerState:
     Args:
         region: this voter. voters: the regions that found the run, the same on every region; without this one if it
             joins a run that has begun.
-        disk: id of this voter's folder. life: of the folder (`FolderLife`).
+        recovery: what the disk held; the chain of the entries is checked.
         heartbeat_ns: between two heartbeats of a leader.
         election_timeout_ns: a follower that hears no leader asks for votes after 1 to 2 times this; a leader that hears
             no majority for this long steps down. At least two heartbeats. Longer where messages come late (`Cadence`)
             or terms came to nothing (`TermBackoff`).
-        term, voted_for, entries: what the disk held (`Recovered`), chain checked.
-        settled_index: entries up to there were committed, by what else the disk held.
         seed: of the election timeouts; the region's name is mixed in.
-        now_ns: monotonic time.
         has_payload: whether what a body names is on this region's disk; True for bodies that name nothing. It must not
             turn False again for an entry of the log; `missing_payloads` has what a disk lost between two processes.
         meaning: of entries; None: each makes sense. Raises StorageError when what the disk held makes none.
-        base: what the disk held instead of the first entries. has_base: whether it holds the states that the base
-            stands for. base_fault: why a base can't be one of this run's ledger; empty if it can.
-        named_by: the members that the entries of a base name.
+        has_base: whether the disk holds the states that the base stands for. named_by: the members that the entries of
+            a base name. base_fault: why a base can't be one of this run's ledger; empty if it can.
     """
 
     def __init__(
@@ -54,23 +50,18 @@ class LedgerState:
         *,
         region: str,
         voters: Sequence[str],
-        disk: bytes,
+        recovery: Recovered,
         heartbeat_ns: int,
         election_timeout_ns: int,
-        term: int,
-        voted_for: str,
-        entries: Sequence[Entry],
         seed: int,
         now_ns: int,
         has_payload: Callable[[EntryBody], bool],
         meaning: Meaning | None = None,
-        settled_index: int = 0,
-        base: LedgerBase = NO_BASE,
         has_base: Callable[[], bool] = lambda: True,
         base_fault: Callable[[LedgerBase], str] = lambda _: "",
         named_by: Callable[[LedgerBase], Roster] = lambda _: Roster(),
-        life: int = 0,
     ) -> None:
+        entries, term, base = recovery.entries, recovery.term, recovery.base
         if len(set(voters)) != len(voters):
             raise ValueError(f"a region is there twice: {sorted(voters)}")
         if not 0 < 2 * heartbeat_ns <= election_timeout_ns:
@@ -81,7 +72,7 @@ class LedgerState:
         self._heartbeat_ns = heartbeat_ns
         self._election_timeout_ns = election_timeout_ns
         # The id of this region's folder. It goes with every vote and acknowledgement, and never changes.
-        self._disk = disk
+        self._disk = recovery.disk
         # Questions to the rest of the core: is a body's payload on disk, is a base to be believed, whom does it name.
         self._has_payload = has_payload
         self._base_fault = base_fault
@@ -100,16 +91,14 @@ class LedgerState:
         self.newer_roster = Roster()
         # What the others tell of their folders; and of this one, its life and where its log ended on disk then.
         self.folders = FolderLives(self.disks)
-        self._life, self._end_index = life, self._log.last_index
+        self._life, self._end_index = recovery.life, self._log.last_index
         self._gate = WriteGate()
         self._entry_gate = EntryGate(self._log, meaning)
         self._election = Election(
             region=region,
-            disk=disk,
+            recovery=recovery,
             disks=self.disks,
             timeout_ns=election_timeout_ns,
-            term=term,
-            voted_for=voted_for,
             seed=seed,
             log=self._log,
             gate=self._gate,
@@ -117,7 +106,7 @@ class LedgerState:
         )
 
         # Known to be on a majority's disks; what is taken is on the own disk, too.
-        self.cluster_commit_index = max(base.index, settled_index)
+        self.cluster_commit_index = max(base.index, recovery.settled_index)
         self._taken_index = base.index
 
         # The part of a follower: begun anew in each term.
@@ -324,13 +313,11 @@ class LedgerState:
     def is_staged(self, body: EntryBody, *, leader: str = "", term: int = 0) -> bool:
         """Whether an entry waits that is not known to be committed; if given, of a term that a region leads or led, and
         of this term."""
+        leaders = self._entry_gate.leaders | {self.term: self.leader}
         return any(
-            entry.body == body and term in (0, entry.term) and leader in ("", self._leader_of(entry.term))
+            entry.body == body and term in (0, entry.term) and leader in ("", leaders.get(entry.term, ""))
             for entry in self._log.staged
         )
-
-    def _leader_of(self, term: int) -> str:
-        return self.leader if term == self.term else self._entry_gate.leaders.get(term, "")
 
     @property
     def has_committed(self) -> bool:

@@ -12,7 +12,7 @@ from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.replication import BASE_AGAIN_MESSAGES, Follower
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.messages import AppendEntries, AppendEntriesReply, BaseSent
-from diloco_node.core.types import NO_BASE, Entry, LedgerBase
+from diloco_node.core.types import NO_BASE, Entry, LedgerBase, Recovered
 from tests.kit.ledger_kit import (
     HEARTBEAT_NS,
     TIMEOUT_NS,
@@ -37,22 +37,16 @@ def sent(base: LedgerBase, *, term: int = 1, sequence: int = 1) -> BaseSent:
     return BaseSent(term, sequence, base.index, base.term, base.hash, base.summary)
 
 
-def a_core(entries: tuple[Entry, ...] = (), base: LedgerBase = NO_BASE, **more: object) -> LedgerCore:
+def a_core(entries: tuple[Entry, ...] = (), base: LedgerBase = NO_BASE, term: int = 1, **more: object) -> LedgerCore:
     settings = {
         "region": "a",
         "voters": ("a", "b", "c"),
         "heartbeat_ns": HEARTBEAT_NS,
         "election_timeout_ns": TIMEOUT_NS,
-        "term": 1,
-        "voted_for": "",
-        "entries": entries,
+        "recovery": Recovered(term, "", entries, (), frozenset(), base=base, disk=disk_of("a")),
         "seed": 1,
         "now_ns": 0,
         "has_payload": lambda _: True,
-        "base": base,
-    }
-    settings |= {
-        "disk": disk_of("a"),
         "named_by": lambda _: Roster.of_voters("abc", {name: disk_of(name) for name in "abc"}),
     }
     return LedgerCore(**(settings | more))  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from diloco_node.core.events import LearnerDetached, TimerFired
 from diloco_node.core.ledger.election import Role, ballot_paper
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.messages import Refused, TimeoutNow
+from diloco_node.core.types import Recovered
 from diloco_node.errors import InvalidTransition
 from tests.kit.ledger_kit import (
     HEARTBEAT_NS,
@@ -38,13 +39,10 @@ def test_settings_that_can_not_work_are_refused() -> None:
     with pytest.raises(ValueError, match="election timeout"):
         LedgerCore(
             region="a",
-            disk=disk_of("a"),
+            recovery=Recovered(0, "", (), (), frozenset(), disk=disk_of("a")),
             voters=("a",),
             heartbeat_ns=500,
             election_timeout_ns=999,
-            term=0,
-            voted_for="",
-            entries=(),
             seed=0,
             now_ns=0,
             has_payload=lambda body: True,
