@@ -41,7 +41,6 @@ from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.run_end import RunEnd
-from diloco_node.core.succession import Succession
 from diloco_node.core.types import Entry, EntryBody, GenesisBody, LearnerStatus, Recovered, RoundBody, RunSettings
 from diloco_node.core.view import Participation, RegionView, region_view
 
@@ -144,7 +143,8 @@ class RegionCore:
         self.farewell = Farewell(context, self.ledger, check.roster_fault)
         self._upkeep = Upkeep(context, self.ledger, self.versions)
         self._objections.digests = self._upkeep.digests
-        self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
+        # As leader: since when its disk lacks what a majority has; None: it lacks nothing.
+        self._behind_since_ns: int | None = None
         # Fragments that are due by the learner's last report: a further one is told to the leader at once.
         self._due: frozenset[int] = frozenset()
         self._participation = Participation(self.history, self.liveness)
@@ -343,11 +343,24 @@ class RegionCore:
             self.leader.tick()
             self._emit(self.replacement.propose(self._effects, self.liveness, now_ns=now_ns))
             self.farewell.look(now_ns=now_ns)
-            if reason := self._succession.reason(now_ns=now_ns):
+            if reason := self._succession_reason(now_ns):
                 self._emit(self.ledger.transfer_leadership(reason, now_ns=now_ns))
             if self.leader.is_acting:
                 self.leader.proposals += self._upkeep.proposals({self._region, *self.liveness.alive(now_ns=now_ns)})
             self._repeat_requests()
+
+    def _succession_reason(self, now_ns: int) -> str:
+        """Return why another region should lead: the others wait for nothing but this one. Empty if it may go on."""
+        ledger = self.ledger
+        if not ledger.is_leader or ledger.commit_index >= ledger.cluster_commit_index:
+            self._behind_since_ns = None
+        elif self._behind_since_ns is None:
+            self._behind_since_ns = now_ns
+        if not ledger.is_leader:
+            return ""
+        if self._behind_since_ns is not None and now_ns - self._behind_since_ns >= self.leader.disk_patience_ns:
+            return "its disk lacks what is committed"
+        return self._upkeep.reason or ("it holds up the others: its disk, or its bulk" * self.leader.is_in_the_way)
 
     def _beat(self, now_ns: int, only_to: str | None = None) -> None:
         digests = self._upkeep.digests.to_report(now_ns=now_ns) if only_to is None else ()
