@@ -62,7 +62,6 @@ class LedgerPersisted:
 class InitialStateStored:
     """Theta_0 (from this region's learner or --init) is on this region's disk, fsynced: it may propose genesis."""
 
-    manifest_digest: str
     fragment_digests: tuple[bytes, ...]
 
 

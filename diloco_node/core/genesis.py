@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from diloco_node.core.events import InitialStateStored
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.versions import Versions
@@ -62,14 +61,6 @@ class Genesis:
         is_lacking = is_lacking and self._history.genesis is None
         bodies = (ledger.entry(index).body for index in range(1, ledger.last_index + 1))  # it is an early one
         return is_lacking and not any(isinstance(body, GenesisBody) for body in bodies)
-
-    def initial_state_stored(self, event: InitialStateStored) -> None:
-        """Theta_0 of the own learner is on disk; of another model it is ignored."""
-        _, _, manifest_digest, _ = self._run
-        if event.manifest_digest != manifest_digest or len(event.fragment_digests) != len(self._versions.states):
-            self._effects.note("genesis", "Theta_0 is of another model: ignored", is_alarm=True)
-            return
-        self._versions.initial_state_stored(event.fragment_digests)
 
     def propose(self) -> None:
         """Propose genesis, once in each term that this region leads, when its disk holds all of Theta_0."""

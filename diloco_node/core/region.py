@@ -159,7 +159,7 @@ class RegionCore:
             ev.LinkChanged: self._link_changed,
             ev.BudgetChanged: lambda event, _: self.liveness.own_budget(event.limits),
             ev.LedgerPersisted: self._to_ledger,
-            ev.InitialStateStored: lambda event, _: self._genesis.initial_state_stored(event),
+            ev.InitialStateStored: lambda event, _: self.versions.initial_state_stored(event.fragment_digests),
             ev.LearnerReported: lambda event, now_ns: self._learner_is(event.status, now_ns),
             ev.LearnerAttached: self._learner_attached,
             ev.LearnerDetached: self._learner_detached,

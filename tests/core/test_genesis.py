@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from diloco_node.core.effects_buffer import EffectBuffer
-from diloco_node.core.events import InitialStateStored, Note
+from diloco_node.core.events import Note
 from diloco_node.core.genesis import Genesis
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.versions import Versions
@@ -18,7 +18,6 @@ from tests.kit.ledger_kit import disk_of
 from tests.kit.rounds_kit import DIGESTS, GENESIS, MANIFEST, REGIONS, context_of
 
 RUN = ("run", "settings", MANIFEST.digest, REGIONS)
-STORED = InitialStateStored(MANIFEST.digest, DIGESTS)
 
 
 class Place:
@@ -57,7 +56,7 @@ def test_a_leader_proposes_once_in_a_term_when_its_disk_holds_theta_0() -> None:
     place = Place()
     place.genesis.propose()
     assert not place.leader.proposals
-    place.genesis.initial_state_stored(STORED)
+    place.versions.initial_state_stored(DIGESTS)
     place.genesis.propose()
     place.genesis.propose()
     settings = (SettingsBody.of(place.history.settings),)
@@ -70,7 +69,7 @@ def test_a_leader_proposes_once_in_a_term_when_its_disk_holds_theta_0() -> None:
 
 def test_genesis_has_the_frozen_tensors_of_the_learner_that_attached_last() -> None:
     place = Place()
-    place.genesis.initial_state_stored(STORED)
+    place.versions.initial_state_stored(DIGESTS)
     place.genesis.listing = b"frozen"
     place.genesis.propose()
     assert [body.listing for body in place.leader.proposals] == [b"frozen"]
@@ -78,7 +77,7 @@ def test_genesis_has_the_frozen_tensors_of_the_learner_that_attached_last() -> N
 
 def test_nothing_is_proposed_by_others_or_after_genesis() -> None:
     place = Place()
-    place.genesis.initial_state_stored(STORED)
+    place.versions.initial_state_stored(DIGESTS)
     place.leader.is_acting = False
     place.genesis.propose()
     place.leader.is_acting, place.history.genesis = True, GENESIS
@@ -90,7 +89,7 @@ def test_nothing_is_proposed_by_others_or_after_genesis() -> None:
 
 def test_nothing_is_proposed_while_a_fetch_may_replace_theta_0() -> None:
     place = Place()
-    place.genesis.initial_state_stored(STORED)
+    place.versions.initial_state_stored(DIGESTS)
     place.fetches.request(0, 0, None, digest=b"other")
     place.fetches.pump(leader="b", alive=("b",), now_ns=0)
     place.genesis.propose()
@@ -99,7 +98,7 @@ def test_nothing_is_proposed_while_a_fetch_may_replace_theta_0() -> None:
 
 def test_theta_0_of_two_regions_is_not_proposed_and_a_learner_lays_it_down_again() -> None:
     place = Place()
-    place.genesis.initial_state_stored(STORED)
+    place.versions.initial_state_stored(DIGESTS)
     assert not place.genesis.wants_initial_state
     place.versions.state_stored(0, 0, b"other" * 6)
     place.genesis.propose()
@@ -107,14 +106,6 @@ def test_theta_0_of_two_regions_is_not_proposed_and_a_learner_lays_it_down_again
     assert place.genesis.wants_initial_state
     place.fetches.request(1, 0, None, digest=b"more." * 6)
     assert not place.genesis.wants_initial_state, "a fetch may still make it whole"
-
-
-def test_theta_0_of_another_model_is_refused() -> None:
-    place = Place()
-    place.genesis.initial_state_stored(replace(STORED, manifest_digest="other"))
-    place.genesis.initial_state_stored(replace(STORED, fragment_digests=DIGESTS[:1]))
-    assert place.versions.initial_digests is None
-    assert place.alarms() == [True, True]
 
 
 def test_a_ledger_of_another_run_is_an_alarm() -> None:

@@ -94,13 +94,6 @@ def test_strangers_are_not_listened_to() -> None:
     assert [effect.kind for effect in effects if isinstance(effect, Note)] == ["stranger"]
 
 
-def test_theta_of_another_model_is_an_alarm() -> None:
-    core = a_core()
-    event = ev.InitialStateStored("another manifest", (b"x" * 32, b"y" * 32))
-    assert alarms(core.handle(event, now_ns=1)) == ["genesis"]
-    assert core.versions.initial_digests is None
-
-
 def test_other_bytes_at_an_equal_version_are_an_alarm() -> None:
     core = a_core()
     core.history.versions = [4, 4]

@@ -168,7 +168,7 @@ async def test_theta_0_of_a_learner_that_is_gone_is_not_read_from_what_the_next_
         await executor.let_go()
     zeros = [np.zeros_like(theta_of(fragment)) for fragment in range(2)]
     digests = tuple(fragment_digest(theta_of(fragment, 2), zeros[fragment]) for fragment in range(2))
-    assert bench.posted == [InitialStateStored(MANIFEST.digest, digests)]
+    assert bench.posted == [InitialStateStored(digests)]
     assert area.taken == [2]
 
 
