@@ -8,7 +8,7 @@ from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.context import RoundContext
-from diloco_node.core.rounds.entry_check import Run, ledger_fault
+from diloco_node.core.rounds.entry_check import Run
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.settings_body import SettingsBody
@@ -25,7 +25,7 @@ def founders_of(run: tuple[str, ...], region: str, history: RoundHistory, entrie
 
 
 class Genesis:
-    """Theta_0 until genesis is committed, and whether the ledger is of this run.
+    """Theta_0 until genesis is committed.
 
     run: what all regions must agree on. listing: of the frozen tensors of the learner that attached last.
     """
@@ -77,10 +77,6 @@ class Genesis:
             )
 
     def on_commit(self, body: GenesisBody) -> None:
-        """Say that the run has begun, or raise an alarm when the ledger is of another one."""
-        if fault := ledger_fault(self._run, body):
-            self._effects.note("genesis", fault, is_alarm=True)
-        else:
-            is_changed = body.settings_digest != self._run[1]
-            note = "; settings were changed since it began" if is_changed else ""
-            self._effects.note("genesis", f"run {body.run_id} of {', '.join(body.regions)} has begun{note}")
+        """Say that the run has begun."""
+        note = "; settings were changed since it began" if body.settings_digest != self._run[1] else ""
+        self._effects.note("genesis", f"run {body.run_id} of {', '.join(body.regions)} has begun{note}")

@@ -1,4 +1,4 @@
-"""core/genesis.py: one proposal in each term that this region leads, with all of Theta_0; another run is an alarm."""
+"""core/genesis.py: one proposal in each term that this region leads, with all of Theta_0."""
 
 from collections import deque
 from dataclasses import replace
@@ -47,9 +47,6 @@ class Place:
             versions=self.versions,
             fetches=self.fetches,
         )
-
-    def alarms(self) -> list[bool]:
-        return [effect.is_alarm for effect in self.effects.take() if isinstance(effect, Note)]
 
 
 def test_a_leader_proposes_once_in_a_term_when_its_disk_holds_theta_0() -> None:
@@ -108,12 +105,9 @@ def test_theta_0_of_two_regions_is_not_proposed_and_a_learner_lays_it_down_again
     assert not place.genesis.wants_initial_state, "a fetch may still make it whole"
 
 
-def test_a_ledger_of_another_run_is_an_alarm() -> None:
-    place = Place()
-    place.genesis.on_commit(GENESIS)
+def test_a_ledger_of_another_run_is_named() -> None:
     for other in ({"run_id": "x"}, {"manifest_digest": "x"}, {"regions": ("a", "b")}):
-        place.genesis.on_commit(replace(GENESIS, **other))  # type: ignore[arg-type]
-    assert place.alarms() == [False, True, True, True]
+        assert ledger_fault(RUN, replace(GENESIS, **other))  # type: ignore[arg-type]
     assert ledger_fault(RUN, replace(GENESIS, run_id="x")) == (
         "the ledger is of another run: its run.id is x, here it is run"
     )
