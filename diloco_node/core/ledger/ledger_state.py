@@ -61,13 +61,7 @@ class LedgerState:
         base_fault: Callable[[LedgerBase], str] = lambda _: "",
         named_by: Callable[[LedgerBase], Roster] = lambda _: Roster(),
     ) -> None:
-        entries, term, base = recovery.entries, recovery.term, recovery.base
-        if len(set(voters)) != len(voters):
-            raise ValueError(f"a region is there twice: {sorted(voters)}")
-        if not 0 < 2 * heartbeat_ns <= election_timeout_ns:
-            raise ValueError(f"an election timeout of {election_timeout_ns} ns for heartbeats of {heartbeat_ns} ns")
-        if entries and entries[-1].term > term:
-            raise ValueError(f"term {term} is older than the last entry, of term {entries[-1].term}")
+        entries, base = recovery.entries, recovery.base
         self._region = region
         self._heartbeat_ns = heartbeat_ns
         self._election_timeout_ns = election_timeout_ns
