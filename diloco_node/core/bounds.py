@@ -60,11 +60,8 @@ DISK_BYTES: Final = 16
 DIGEST_TEXT_BYTES: Final = 128
 """A digest as hexadecimal text, with room for a longer one."""
 
-PART_BYTES: Final = 16
-"""Longest name of a region's part in a ballot."""
-
 KIND_BYTES: Final = 16
-"""Longest name of a kind of member."""
+"""Longest name of a kind of member, or of a region's part in a ballot."""
 
 ADDRESS_BYTES: Final = 264
 """A host's name of 253 bytes, or an IPv6 address in brackets, and a port."""
@@ -158,7 +155,7 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "rows": Items(1 + 3 * SHARDS, Whole(0, ROWS_MAX)),
     "shards": Items(SHARDS, Whole(0, SHARDS - 1)),
     "starts": Items(SHARDS, Whole(-1, ROWS_MAX)),
-    "part": Text(PART_BYTES),
+    "part": Text(KIND_BYTES),
     # Learners
     "incarnation": Whole(0, INCARNATION_MAX),
     "snapshot": INDEX,

@@ -24,7 +24,7 @@ def test_message_to_itself_stays_inside() -> None:
 def test_reason_is_said_when_it_changes() -> None:
     effects = EffectBuffer("a")
     for state in ("quorum", "quorum", "grace", "quorum", "", "", "quorum"):
-        effects.note_change("waits", state, f"{state}!", fragment=1)
-    effects.note_change("waits", "quorum", "other fragment", fragment=2)
+        effects.note_change("waits", state, f"{state}!")
+    effects.note_change("stranger", "quorum", "other topic")
     texts = [effect.text for effect in effects.take() if isinstance(effect, Note)]
-    assert texts == ["quorum!", "grace!", "quorum!", "quorum!", "other fragment"]
+    assert texts == ["quorum!", "grace!", "quorum!", "quorum!", "other topic"]

@@ -178,10 +178,9 @@ class Account:
 
     def totals(self, fragments: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Tokens merged and discarded so far, per fragment."""
+        merged, discarded = self._merged, self._discarded
         indexes = range(fragments)
-        return tuple(self._merged.get(fragment, 0) for fragment in indexes), tuple(
-            self._discarded.get(fragment, 0) for fragment in indexes
-        )
+        return tuple(merged.get(at, 0) for at in indexes), tuple(discarded.get(at, 0) for at in indexes)
 
     def restore(self, summary: RunSummary, index: int) -> None:
         """Go on from a summary as if every entry up to `index` had been taken."""

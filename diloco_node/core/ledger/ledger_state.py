@@ -183,9 +183,7 @@ class LedgerState:
         return self._log.base
 
     def entry(self, index: int) -> Entry:
-        """Return an entry of the log, staged ones not counted. Raises IndexError."""
-        if index > self._log.last_index:
-            raise IndexError(f"entry {index} of {self._log.base.index + 1}..{self._log.last_index}")
+        """Return an entry of the log, staged or not. Raises IndexError."""
         return self._log.entry(index)
 
     @property
