@@ -9,12 +9,35 @@ from diloco_node.core.ledger.entry_gate import Meaning
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.messages import AppendEntries, AppendEntriesReply, Message, RequestVote, RequestVoteReply
-from diloco_node.core.types import Ballot, DiscardedBody, Entry, EntryBody, LeaderBody, Recovered, RoundBody
+from diloco_node.core.types import Ballot, DiscardedBody, Entry, EntryBody, LeaderBody, LedgerBase, Recovered, RoundBody
 
 
 def disk_of(name: str) -> bytes:
     """The folder of a region."""
     return name.encode().ljust(16, b".")
+
+
+class AnyMeaning:
+    """A meaning that every entry has."""
+
+    index = 0
+
+    def fault(self, entry: Entry) -> str:
+        return ""
+
+    doubt = fault
+
+    def take(self, entry: Entry) -> None:
+        self.index = entry.index
+
+    def back_to(self, index: int) -> None:
+        self.index = index
+
+    def settle(self, index: int) -> None:
+        """Nothing is kept."""
+
+    def begin(self, base: LedgerBase) -> None:
+        self.index = base.index
 
 
 HEARTBEAT_NS = 199
@@ -66,7 +89,7 @@ def a_core(
         seed=seed,
         now_ns=now_ns,
         has_payload=has_payload,
-        meaning=meaning,
+        meaning=meaning or AnyMeaning(),
     )
     core.cluster_commit_index = max(core.cluster_commit_index, settled_index)
     if is_founded:

@@ -40,7 +40,7 @@ class LedgerState:
         seed: of the election timeouts; the region's name is mixed in.
         has_payload: whether what a body names is on this region's disk; True for bodies that name nothing. It must not
             turn False again for an entry of the log; `missing_payloads` has what a disk lost between two processes.
-        meaning: of entries; None: each makes sense. Raises StorageError when what the disk held makes none.
+        meaning: of entries. Raises StorageError when what the disk held makes none.
         has_base: whether the disk holds the states that the base stands for. named_by: the members that the entries of
             a base name. base_fault: why a base can't be one of this run's ledger; empty if it can.
     """
@@ -56,7 +56,7 @@ class LedgerState:
         seed: int,
         now_ns: int,
         has_payload: Callable[[EntryBody], bool],
-        meaning: Meaning | None = None,
+        meaning: Meaning,
         has_base: Callable[[], bool] = lambda: True,
         base_fault: Callable[[LedgerBase], str] = lambda _: "",
         named_by: Callable[[LedgerBase], Roster] = lambda _: Roster(),

@@ -16,6 +16,7 @@ from diloco_node.core.types import NO_BASE, Entry, LedgerBase, Recovered
 from tests.kit.ledger_kit import (
     HEARTBEAT_NS,
     TIMEOUT_NS,
+    AnyMeaning,
     a_round,
     ack,
     alarms,
@@ -47,6 +48,7 @@ def a_core(entries: tuple[Entry, ...] = (), base: LedgerBase = NO_BASE, term: in
         "seed": 1,
         "now_ns": 0,
         "has_payload": lambda _: True,
+        "meaning": AnyMeaning(),
         "named_by": lambda _: Roster.of_voters("abc", {name: disk_of(name) for name in "abc"}),
     }
     return LedgerCore(**(settings | more))  # type: ignore[arg-type]
