@@ -78,14 +78,12 @@ class LearnerAttached:
 
     Attributes:
         status: where it stands; a fresh incarnation has base_version -1 everywhere.
-        snapshots: per fragment the number of its unresolved snapshot, or -1.
         trained_before: what the persisted counters say of dead incarnations of this region's learner:
             (incarnation, steps, tokens) for each, so that what died can be booked as discarded.
         listing: of its frozen tensors, as genesis keeps it.
     """
 
     status: LearnerStatus
-    snapshots: tuple[int, ...]
     trained_before: tuple[tuple[int, int, int], ...]
     listing: bytes = b""
 
@@ -447,8 +445,6 @@ class StopLearner:
 @dataclass(frozen=True, slots=True)
 class WriteFinal:
     """All fragments are at their final versions: write final.safetensors; answer FinalWritten."""
-
-    versions: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class RoundView:
     """An open round, as this region sees it; `waiting`: what it waits for, in words.
 
     members, reducers: of the current ballot; empty where only the leader knows.
-    opened_at_ns, deadline_ns: monotonic; 0 where only the leader knows.
+    opened_at_ns: monotonic; 0 where only the leader knows.
     """
 
     fragment: int
@@ -37,7 +37,6 @@ class RoundView:
     members: tuple[str, ...]
     reducers: tuple[str, ...]
     opened_at_ns: int
-    deadline_ns: int
     waiting: str
 
 
@@ -152,7 +151,7 @@ def round_views(leader: RoundLeader, participant: RoundParticipant) -> tuple[Rou
     """Open rounds by fragment: as the leader knows them if it is here, else as its leader announced them."""
     if not leader.is_acting:
         return tuple(
-            RoundView(fragment, version, ballot, 0, (), (), 0, 0, reason)
+            RoundView(fragment, version, ballot, 0, (), (), 0, reason)
             for fragment, version, ballot, reason in participant.open_rounds()
         )
     return tuple(
@@ -164,7 +163,6 @@ def round_views(leader: RoundLeader, participant: RoundParticipant) -> tuple[Rou
             round_.members,
             round_.reducers,
             round_.opened_at_ns,
-            round_.deadline_ns,
             round_.wait_reason(),
         )
         for _, round_ in sorted(leader.rounds.items())

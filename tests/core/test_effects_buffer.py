@@ -7,10 +7,10 @@ from diloco_node.core.messages import FinishRequested
 
 def test_effects_keep_their_order_and_are_handed_out_once() -> None:
     effects = EffectBuffer("a")
-    effects.emit(WriteFinal((1,)))
+    effects.emit(WriteFinal())
     effects.send("b", FinishRequested("x"))
     effects.note("why", "because", fragment=2, version=3, is_alarm=True)
-    assert effects.take() == [WriteFinal((1,)), Send("b", FinishRequested("x")), Note("why", "because", 2, 3, True)]
+    assert effects.take() == [WriteFinal(), Send("b", FinishRequested("x")), Note("why", "because", 2, 3, True)]
     assert effects.take() == []
 
 

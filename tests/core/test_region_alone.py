@@ -106,14 +106,14 @@ def test_other_bytes_at_an_equal_version_are_an_alarm() -> None:
 def test_ballot_of_somebody_who_does_not_lead_is_ignored() -> None:
     core = a_core()
     announcement = msg.BallotOpened(Ballot(1, 1), 0, 1, ("a",), ())
-    core.handle(ev.LearnerAttached(status(3), (-1, -1), ()), now_ns=1)
+    core.handle(ev.LearnerAttached(status(3), ()), now_ns=1)
     assert core.handle(ev.MessageArrived("b", announcement), now_ns=2) == []
 
 
 def test_core_that_becomes_due_tells_its_leader_at_once() -> None:
     core = a_core()
     core.handle(ev.MessageArrived("b", msg.AppendEntries(1, 1, 0, bytes(32), (), 0)), now_ns=1)
-    core.handle(ev.LearnerAttached(status(3), (-1, -1), ()), now_ns=2)
+    core.handle(ev.LearnerAttached(status(3), ()), now_ns=2)
     effects = core.handle(ev.LearnerReported(status(4)), now_ns=3)
     assert [effect.peer for effect in effects if isinstance(effect, ev.Send)] == ["b"]
     assert core.handle(ev.LearnerReported(status(5)), now_ns=4) == [], "once"

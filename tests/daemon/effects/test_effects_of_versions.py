@@ -173,7 +173,7 @@ async def test_theta_0_of_a_learner_that_is_gone_is_not_read_from_what_the_next_
 
 
 async def test_the_final_model_is_written(bench: Bench) -> None:
-    assert await bench.do(WriteFinal((0, 0))) == [FinalWritten()]
+    assert await bench.do(WriteFinal()) == [FinalWritten()]
     assert (bench.folder / "final.safetensors").exists()
 
 
