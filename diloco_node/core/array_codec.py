@@ -16,6 +16,7 @@ import operator
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from enum import Enum
 from itertools import count, repeat
 from typing import Any, Final
@@ -196,9 +197,7 @@ def _scalar(hint: type, bound: Bound | None, is_region: bool, is_lenient: bool) 
     if not isinstance(bound, kind):
         raise OutOfBounds(_NO_BOUND.format(kind=kind.__name__, found=bound))
     check = make(bound)
-    converters: dict[type, Check] = {int: _as_int, float: _as_float} if is_lenient else {float: _of_int}
-    convert = converters.get(hint)
-    return (check if convert is None else _lenient(hint, check, convert)), check
+    return (_number(hint, check, is_lenient=is_lenient) if hint in (int, float) else check), check
 
 
 def _enum(cls: type[Enum]) -> Codec:
@@ -221,8 +220,8 @@ def _enum(cls: type[Enum]) -> Codec:
     return encode, decode
 
 
-def _lenient(kind: type, check: Check, convert: Check) -> Check:
-    """The encoder of a number: what is one of another library becomes ours first."""
+def _number(kind: type, check: Check, *, is_lenient: bool) -> Check:
+    """The encoder of a number: what is none of this kind becomes one first, if it can."""
 
     def encode(value: Any) -> Any:
         try:
@@ -230,30 +229,15 @@ def _lenient(kind: type, check: Check, convert: Check) -> Check:
         except OutOfBounds:
             if type(value) is kind:
                 raise
-        return check(convert(value))
+        if kind is float and type(value) is int:
+            return check(float(value))  # a sum began with it
+        is_number = hasattr(value, "__index__" if kind is int else "__float__")
+        if is_lenient and is_number and not isinstance(value, (bool, str, bytes)):
+            with suppress(TypeError):
+                return check(operator.index(value) if kind is int else float(value))  # numpy's are welcome
+        raise OutOfBounds(f"expected {kind.__name__}, got {type(value).__name__}")
 
     return encode
-
-
-def _as_int(value: Any) -> int:
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)  # numpy's integers are welcome
-        except TypeError:
-            pass
-    raise OutOfBounds(f"expected int, got {type(value).__name__}")
-
-
-def _as_float(value: Any) -> float:
-    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
-        raise OutOfBounds(f"expected float, got {type(value).__name__}")
-    return float(value)  # numpy's floats, and ints that a sum began with
-
-
-def _of_int(value: Any) -> float:
-    if type(value) is not int:
-        raise OutOfBounds(f"expected float, got {type(value).__name__}")
-    return float(value)  # a sum began with it
 
 
 def _named(places: Iterable[str], checks: Iterable[Check], values: Iterable[Any]) -> OutOfBounds:
