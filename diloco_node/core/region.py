@@ -55,11 +55,10 @@ class RegionCore:
     """All decisions of one region: events in, effects out.
 
     Args:
-        region: this one. regions: those that begin the run, the same on each of them, in any order; without this one if
+        regions: those that begin the run, the same on each of them, in any order; without this one if
             it joins a run that has begun.
         run_id, settings_digest: go into genesis; regions with others can't join.
-        manifest, settings: of the run.
-        recovered: what the disk held at start.
+        recovery: what the disk held at start.
         seed: of the election timeouts. secret: at random; of the nonces of audits. now_ns: monotonic time.
         authority: of the run, see `roster`.
     """

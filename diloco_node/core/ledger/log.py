@@ -230,8 +230,7 @@ class ReplicaLog:
                 continue
             assert entry.previous == self.hash_at(self.known_index), entry.index
             entry_bytes = len(encode_entry(entry))
-            is_full = len(self._staged) >= STAGED_ENTRIES_MAX or staged_bytes + entry_bytes > STAGED_BYTES_MAX
-            if is_full:
+            if len(self._staged) >= STAGED_ENTRIES_MAX or staged_bytes + entry_bytes > STAGED_BYTES_MAX:
                 return
             self._staged.append(entry)
             self._staged_bytes.append(entry_bytes)

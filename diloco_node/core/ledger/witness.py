@@ -114,15 +114,11 @@ class WitnessRecord:
     def entry_of(self, fragment: int, version: int, digest: bytes) -> bytes:
         """The hash of the entry of a round; empty if the tail does not have it."""
         name = (fragment, version, digest)
-        return next(
-            (
-                entry.hash
-                for entry in self.entries
-                if isinstance(entry.body, RoundBody)
-                and (entry.body.fragment, entry.body.version, entry.body.payload_digest) == name
-            ),
-            b"",
+        rounds = ((entry.hash, entry.body) for entry in self.entries if isinstance(entry.body, RoundBody))
+        hashes = (
+            entry_hash for entry_hash, body in rounds if (body.fragment, body.version, body.payload_digest) == name
         )
+        return next(hashes, b"")
 
     def hash_at(self, index: int) -> bytes:
         """The hash of an entry from the base on; ZERO_HASH of any other."""
