@@ -136,9 +136,7 @@ class RegionCore:
         self._genesis = Genesis(
             run, context, ledger=self.ledger, leader=self.leader, versions=self.versions, fetches=self._fetches
         )
-        self.replacement = DiskReplacement(
-            self.ledger, self.history, self.leader, heartbeat_ns=settings.heartbeat_ns, roster_fault=check.roster_fault
-        )
+        self.replacement = DiskReplacement(context, self.ledger, self.leader, check.roster_fault)
         self.farewell = Farewell(context, self.ledger, check.roster_fault)
         self._upkeep = Upkeep(context, self.ledger, self.versions)
         self._objections.digests = self._upkeep.digests
@@ -180,9 +178,7 @@ class RegionCore:
             ev.StatesRenamed: lambda event, _: self.versions.states_renamed(event.fragment),
             ev.DigestComputed: lambda event, now_ns: self._upkeep.digest_computed(event, now_ns=now_ns),
             ev.FinishOrdered: self._finish_was_ordered,
-            EntryOrdered: lambda event, now_ns: self._emit(
-                self.replacement.carry_out(event, self._effects, self.liveness, now_ns=now_ns)
-            ),
+            EntryOrdered: lambda event, now_ns: self._emit(self.replacement.carry_out(event, now_ns=now_ns)),
             ev.FinalWritten: lambda _event, _now_ns: self.end.on_final_written(),
         }
 
@@ -340,7 +336,7 @@ class RegionCore:
             self._beat(now_ns, self.liveness.next_receiver(leader, applied, is_last=is_last, now_ns=now_ns))
             self.participant.tick()
             self.leader.tick()
-            self._emit(self.replacement.propose(self._effects, self.liveness, now_ns=now_ns))
+            self._emit(self.replacement.propose(now_ns=now_ns))
             self.farewell.look(now_ns=now_ns)
             if reason := self._succession_reason(now_ns):
                 self._emit(self.ledger.transfer_leadership(reason, now_ns=now_ns))
@@ -416,7 +412,7 @@ class RegionCore:
         if beat.learner and len(beat.learner.positions) != len(self._manifest.fragments):
             self._effects.note("report", f"{peer} reports {len(beat.learner.positions)} fragments", is_alarm=True)
             return
-        self.replacement.hear(peer, beat.folder, self._effects)
+        self.replacement.hear(peer, beat.folder)
         if self.liveness.heartbeat_arrived(peer, beat, now_ns=now_ns):
             self._upkeep.digests.on_report(peer, beat.digests)
             self.leader.on_status(peer, now_ns=now_ns)

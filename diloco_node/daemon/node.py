@@ -473,7 +473,7 @@ class Node:
             note(Note("peer", f"the link to {peer} goes on with the certificate before: {reason}", is_alarm=True))
 
     def _order(self, order: EntryOrdered) -> None:
-        if fault := self.core.replacement.order_fault(order, self.core.liveness, now_ns=self.runtime.now_ns()):
+        if fault := self.core.replacement.order_fault(order, now_ns=self.runtime.now_ns()):
             raise ConfigError(fault)
         self._post(order)
 

@@ -28,7 +28,7 @@ def order(small: Small, region: str, kind: str, *, is_forced: bool = False) -> s
     host = small.hosts[small.leader()]
     body = signed(host.core.ledger.disks.roster, MembershipBody(region, kind))
     change = EntryOrdered(body, is_cut_off=kind == "former", is_forced=is_forced)
-    fault: str = host.core.replacement.order_fault(change, host.core.liveness, now_ns=small.world.now_ns)
+    fault: str = host.core.replacement.order_fault(change, now_ns=small.world.now_ns)
     host.post(change)
     return fault
 
@@ -294,7 +294,7 @@ def test_orders_where_nobody_leads_or_the_run_is_over_name_the_remedy(patch: pyt
         host = small.hosts[region]
         body = signed(host.core.ledger.disks.roster, MembershipBody("new", kind))
         change = EntryOrdered(body, is_cut_off=kind == "former")
-        answer: str = host.core.replacement.order_fault(change, host.core.liveness, now_ns=small.world.now_ns)
+        answer: str = host.core.replacement.order_fault(change, now_ns=small.world.now_ns)
         return answer
 
     assert fault(first) == f"only the leader can do it: give the order to {small.leader()}"
@@ -313,7 +313,7 @@ def test_orders_where_nobody_leads_or_the_run_is_over_name_the_remedy(patch: pyt
     assert all(fault(name).startswith(over) for name in small.hosts)
     assert all(
         host.core.replacement.order_fault(
-            EntryOrdered(SettingsBody.of(host.core.history.settings)), host.core.liveness, now_ns=small.world.now_ns
+            EntryOrdered(SettingsBody.of(host.core.history.settings)), now_ns=small.world.now_ns
         ).startswith(over)
         for host in small.hosts.values()
     )
@@ -430,7 +430,7 @@ def test_a_leader_that_makes_up_a_change_of_the_members_is_refused_and_loses_its
     core, victim = small.hosts[leader].core, small.others()[0]
     made_up = MembershipBody(victim, "contributor", signature=b"s" * 71)
     change = EntryOrdered(made_up, is_cut_off=False, is_forced=True)
-    fault = core.replacement.order_fault(change, core.liveness, now_ns=small.world.now_ns)
+    fault = core.replacement.order_fault(change, now_ns=small.world.now_ns)
     assert "no authority of the run has signed it" in fault, "an operator without the key"
     patch.setattr(core.ledger._entry_gate, "_meaning", None)  # the leader itself takes anything
     host = small.hosts[leader]

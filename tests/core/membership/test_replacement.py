@@ -9,8 +9,9 @@ from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.membership.replacement import REST_HEARTBEATS, DiskReplacement
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.types import DiskNamedBody
+from diloco_node.core.types import DiskNamedBody, RunSettings
 from tests.kit.ledger_network import NO_ROUNDS
+from tests.kit.rounds_kit import context_of
 
 HEARTBEAT_NS = 10
 
@@ -28,7 +29,10 @@ class Leads:
         self.reported_disks = {"b": NEW, "c": b"c" * 16}
         self.durable_indexes = {"a": 9, "b": 0, "c": 9}
         self.replacement = DiskReplacement(
-            cast(LedgerCore, self), RoundHistory(1), NO_ROUNDS, heartbeat_ns=HEARTBEAT_NS, roster_fault=lambda _: ""
+            context_of(RoundHistory(1), settings=RunSettings(heartbeat_ns=HEARTBEAT_NS)),
+            cast(LedgerCore, self),
+            NO_ROUNDS,
+            lambda _: "",
         )
 
     def append(self, body: DiskNamedBody) -> None:
