@@ -55,7 +55,7 @@ Codec = tuple[Check, Check]
 DEPTH_MAX: Final = 8
 """Arrays within each other in one message."""
 
-_NO_BOUND: Final = "needs a bound of kind {kind} in core/bounds.py or wire/field_bounds.py, found {found}"
+_NO_BOUND: Final = "{where}: needs a bound of kind {kind} in core/bounds.py or wire/field_bounds.py, found {found}"
 
 
 class ArrayCodecs:
@@ -77,7 +77,8 @@ class ArrayCodecs:
         names = [field.name for field in dataclasses.fields(cls)]
         bounds = [bound_of(self._bounds, cls.__name__, name) for name in names]
         hints = typing.get_type_hints(cls)
-        built = [self._field(cls, name, hints[name], bound) for name, bound in zip(names, bounds, strict=True)]
+        fields = zip(names, bounds, strict=True)
+        built = [self._hint(hints[name], bound, f"{cls.__name__}.{name}") for name, bound in fields]
         encoders, decoders = [encode for encode, _ in built], [decode for _, decode in built]
         places = [f".{name}" for name in names]
         pairs = relations(names, bounds)
@@ -113,32 +114,26 @@ class ArrayCodecs:
 
         return encode, decode
 
-    def _field(self, cls: type, name: str, hint: Any, bound: Bound | None) -> Codec:
-        try:
-            return self._hint(hint, bound, name in REGION_FIELDS)
-        except OutOfBounds as error:
-            raise TypeError(f"{cls.__name__}.{name}: {error.found}") from None
-
-    def _hint(self, hint: Any, bound: Bound | None, is_region: bool) -> Codec:
-        """Encoder and decoder of a field. Raises OutOfBounds when it has no bound, or one of another kind."""
+    def _hint(self, hint: Any, bound: Bound | None, where: str) -> Codec:
+        """Encoder and decoder of a field. where: class and name. Raises TypeError."""
         origin = typing.get_origin(hint)
         if origin in (types.UnionType, typing.Union):
-            return self._union(typing.get_args(hint), bound, is_region)
+            return self._union(typing.get_args(hint), bound, where)
         if origin is tuple:
-            return self._tuple(typing.get_args(hint), bound, is_region)
+            return self._tuple(typing.get_args(hint), bound, where)
         if isinstance(hint, type):
             if hint in (int, float, bool, str, bytes):
-                return _scalar(hint, bound, is_region, self._is_lenient)
+                return _scalar(hint, bound, where, self._is_lenient)
             if issubclass(hint, Enum):
                 return _enum(hint)
             if dataclasses.is_dataclass(hint):
                 return self.codec(hint, skip=0)
         raise TypeError(f"no encoding for a field of type {hint!r}")
 
-    def _union(self, members: tuple[Any, ...], bound: Bound | None, is_region: bool) -> Codec:
+    def _union(self, members: tuple[Any, ...], bound: Bound | None, where: str) -> Codec:
         kinds = [member for member in members if member is not types.NoneType]
         if len(kinds) == 1:
-            encode, decode = self._hint(kinds[0], bound, is_region)
+            encode, decode = self._hint(kinds[0], bound, where)
         else:
             encode, decode = self._tagged(kinds)
         if len(kinds) == len(members):
@@ -176,26 +171,26 @@ class ArrayCodecs:
 
         return encode, decode
 
-    def _tuple(self, items: tuple[Any, ...], bound: Bound | None, is_region: bool) -> Codec:
+    def _tuple(self, items: tuple[Any, ...], bound: Bound | None, where: str) -> Codec:
         if len(items) != 2 or items[1] is not Ellipsis:
             raise TypeError(f"no encoding for a tuple of {items!r}: only for tuple[X, ...]")
         if not isinstance(bound, Items):
-            raise OutOfBounds(_NO_BOUND.format(kind="Items", found=bound))
-        encode, decode = self._hint(items[0], bound.of, is_region)
+            raise TypeError(_NO_BOUND.format(where=where, kind="Items", found=bound))
+        encode, decode = self._hint(items[0], bound.of, where)
         return (
             items_check(encode, bound, container=tuple, make=list),
             items_check(decode, bound, container=list, make=tuple),
         )
 
 
-def _scalar(hint: type, bound: Bound | None, is_region: bool, is_lenient: bool) -> Codec:
+def _scalar(hint: type, bound: Bound | None, where: str, is_lenient: bool) -> Codec:
     if hint is bool:
         return check_bool, check_bool
-    if hint is str and is_region:
+    if hint is str and where.rpartition(".")[2] in REGION_FIELDS:
         return check_region, check_region
     kind, make = _SCALARS[hint]
     if not isinstance(bound, kind):
-        raise OutOfBounds(_NO_BOUND.format(kind=kind.__name__, found=bound))
+        raise TypeError(_NO_BOUND.format(where=where, kind=kind.__name__, found=bound))
     check = make(bound)
     return (_number(hint, check, is_lenient=is_lenient) if hint in (int, float) else check), check
 
