@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.messages import Message
+from diloco_node.core.messages import MergedStripe, Message
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.projections import ContributionsProjected, Project, ProjectContributions, Projected
 from diloco_node.core.types import Ballot, Contribution, Entry, LearnerStatus, LedgerBase, RateLimits, RoundBody, Stripe
@@ -323,15 +323,9 @@ class ReduceStripe:
 
 @dataclass(frozen=True, slots=True)
 class SendMerged:
-    """Stream the stripe reduced here to these peers (`MergedStripe` header)."""
+    """Stream the stripe reduced here to these peers."""
 
-    ballot: Ballot
-    stripe: int
-    fragment: int
-    version: int
-    digest: bytes
-    block_start: int
-    block_stop: int
+    header: MergedStripe
     peers: tuple[str, ...]
 
 
