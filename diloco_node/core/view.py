@@ -125,9 +125,9 @@ class Participation:
         """By region, sorted, the part of the merges that its learner was in; None before the first."""
         ratios = []
         for name in self._history.roster.names:
-            included = self._history.rounds_included.get(name, 0)
-            committed = included + self._missed[name]
-            ratios.append((name, included / committed if committed else None))
+            rounds = self._history.rounds_included.get(name, 0)
+            total = rounds + self._missed[name]
+            ratios.append((name, rounds / total if total else None))
         return tuple(ratios)
 
 

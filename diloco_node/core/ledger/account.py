@@ -178,9 +178,8 @@ class Account:
 
     def totals(self, fragments: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Tokens merged and discarded so far, per fragment."""
-        merged, discarded = self._merged, self._discarded
-        indexes = range(fragments)
-        return tuple(merged.get(at, 0) for at in indexes), tuple(discarded.get(at, 0) for at in indexes)
+        sums = [tuple(table.get(at, 0) for at in range(fragments)) for table in (self._merged, self._discarded)]
+        return sums[0], sums[1]
 
     def restore(self, summary: RunSummary, index: int) -> None:
         """Go on from a summary as if every entry up to `index` had been taken."""
@@ -224,8 +223,8 @@ class Account:
         learner, incarnation, fragment = contribution.learner, contribution.incarnation, contribution.fragment
         self._cover(contribution)
         self._set(sums, fragment, sums.get(fragment, 0) + contribution.tokens)
-        covered = self.covered(learner, incarnation, fragment)
-        line = Included(learner, fragment, incarnation, version, contribution.snapshot, *covered)
+        sums_to = self.covered(learner, incarnation, fragment)
+        line = Included(learner, fragment, incarnation, version, contribution.snapshot, *sums_to)
         self._set(self._included, (learner, fragment), line)
         self.shards.include(contribution)
 

@@ -30,15 +30,15 @@ def expulsion_fault(disks: Mapping[str, bytes], region: str, alive: Container[st
 
     disks: per voter the id that the log names. alive: who is there now; None: all.
     """
-    needed = majority_of(len(disks))
+    quorum = majority_of(len(disks))
     voting = [
         name
         for name, disk in sorted(disks.items())
         if name != region and disk not in (NO_DISK, EXPELLED) and (alive is None or name in alive)
     ]
-    if len(voting) >= needed:
+    if len(voting) >= quorum:
         return ""
-    return f"{needed} of {len(disks)} regions must vote; without {region} only {len(voting)} can: {', '.join(voting)}"
+    return f"{quorum} of {len(disks)} regions must vote; without {region} only {len(voting)} can: {', '.join(voting)}"
 
 
 class DiskView:

@@ -184,6 +184,7 @@ class Election:
         self.founder_term = 0
         self.due_at_ns = 0
         self._region = region
+        # The id of its folder, for which votes count.
         self._disk = recovery.disk
         self._disks = disks
         self._timeout_ns = timeout_ns
