@@ -115,7 +115,7 @@ class Region:
         """Found the run."""
         for fragment in range(FRAGMENTS):
             self.store.store_state(fragment, 0, STATE, STATE, DIGEST)
-        self.give(ev.InitialStateStored(MANIFEST.digest, (DIGEST,) * FRAGMENTS))
+        self.give(ev.InitialStateStored((DIGEST,) * FRAGMENTS))
         while self.core.history.genesis is None:
             self.pass_time()
 

@@ -23,7 +23,7 @@ from diloco_node.cli.admin_client import order
 from diloco_node.core import messages as m
 from diloco_node.core import types as t
 from diloco_node.core.ledger.entries import seal
-from diloco_node.core.member_kind import Enrolled
+from diloco_node.core.member_kind import Membership
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.errors import DilocoError, LinkLost, PeerError
@@ -317,7 +317,7 @@ class Mutant:
             "version_min": made.base_version + 1,
             "members": (t.Member(made, 1.0),),
             "BallotOpened.members": regions,
-            "RosterShown.members": tuple(Enrolled(name, "voter", bytes(16), 2, "", 1) for name in regions),
+            "RosterShown.members": tuple(Membership(name, "voter", bytes(16), 2, "", 1) for name in regions),
             "contribution": made,
             "contributions": (made,),
             "coefficients": ((1.0,) * len(made.squared_norms),),

@@ -242,12 +242,14 @@ def change_members(
 
     Raises DilocoError: the region does not answer, or refuses; or the key or the member is not there.
     """
-    from diloco_node.core.ledger.roster import Membership, Roster
-    from diloco_node.core.member_kind import WITNESS_NAME, MemberKind, MembershipBody
+    from diloco_node.core.ledger.roster import Roster
+    from diloco_node.core.member_kind import WITNESS_NAME, MemberKind, Membership, MembershipBody
     from diloco_node.transport.authority import sign
 
     run_id, members = _members(folder)
-    lines = {row["region"]: Membership(MemberKind(row["kind"]), address=row["address"]) for row in members["rows"]}
+    lines = [
+        Membership(row["region"], MemberKind(row["kind"]).value, address=row["address"]) for row in members["rows"]
+    ]
     before = Roster(lines, members["changes"])
     if address is None and before.kind_of(name) is MemberKind.FORMER:
         names = ", ".join(before.disks)

@@ -16,6 +16,7 @@ import operator
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from enum import Enum
 from itertools import count, repeat
 from typing import Any, Final
@@ -52,9 +53,9 @@ Codec = tuple[Check, Check]
 """Write and read: each returns the value in its other form, or raises OutOfBounds."""
 
 DEPTH_MAX: Final = 8
-"""Nested dataclasses and tuples in one message, told from the hints when the codec is built."""
+"""Arrays within each other in one message."""
 
-_NO_BOUND: Final = "needs a bound of kind {kind} in core/bounds.py or wire/field_bounds.py, found {found}"
+_NO_BOUND: Final = "{where}: needs a bound of kind {kind} in core/bounds.py or wire/field_bounds.py, found {found}"
 
 
 class ArrayCodecs:
@@ -68,17 +69,16 @@ class ArrayCodecs:
     def __init__(self, bounds: Bounds, tags: Mapping[type, int], *, is_lenient: bool = False) -> None:
         self._bounds, self._tags, self._is_lenient = bounds, tags, is_lenient
 
-    def codec(self, cls: type, *, skip: int = 0, depth: int = 1) -> Codec:
+    def codec(self, cls: type, *, skip: int = 0) -> Codec:
         """Build the codec of an array of fields. skip: places (0 or 1) that are left at its front for the tag.
 
-        Raises TypeError: a hint that can't be encoded, or is nested deeper than `DEPTH_MAX`; a field without a bound.
+        Raises TypeError: a hint that can't be encoded; a field without a bound.
         """
-        if depth > DEPTH_MAX:
-            raise TypeError(f"{cls.__name__} is nested deeper than {DEPTH_MAX}")
         names = [field.name for field in dataclasses.fields(cls)]
         bounds = [bound_of(self._bounds, cls.__name__, name) for name in names]
         hints = typing.get_type_hints(cls)
-        built = [self._field(cls, name, hints[name], bound, depth) for name, bound in zip(names, bounds, strict=True)]
+        fields = zip(names, bounds, strict=True)
+        built = [self._hint(hints[name], bound, f"{cls.__name__}.{name}") for name, bound in fields]
         encoders, decoders = [encode for encode, _ in built], [decode for _, decode in built]
         places = [f".{name}" for name in names]
         pairs = relations(names, bounds)
@@ -114,34 +114,28 @@ class ArrayCodecs:
 
         return encode, decode
 
-    def _field(self, cls: type, name: str, hint: Any, bound: Bound | None, depth: int) -> Codec:
-        try:
-            return self._hint(hint, bound, name in REGION_FIELDS, depth=depth)
-        except OutOfBounds as error:
-            raise TypeError(f"{cls.__name__}.{name}: {error.found}") from None
-
-    def _hint(self, hint: Any, bound: Bound | None, is_region: bool, *, depth: int) -> Codec:
-        """Encoder and decoder of a field. Raises OutOfBounds when it has no bound, or one of another kind."""
+    def _hint(self, hint: Any, bound: Bound | None, where: str) -> Codec:
+        """Encoder and decoder of a field. where: class and name. Raises TypeError."""
         origin = typing.get_origin(hint)
         if origin in (types.UnionType, typing.Union):
-            return self._union(typing.get_args(hint), bound, is_region, depth=depth)
+            return self._union(typing.get_args(hint), bound, where)
         if origin is tuple:
-            return self._tuple(typing.get_args(hint), bound, is_region, depth=depth + 1)
+            return self._tuple(typing.get_args(hint), bound, where)
         if isinstance(hint, type):
             if hint in (int, float, bool, str, bytes):
-                return _scalar(hint, bound, is_region, self._is_lenient)
+                return _scalar(hint, bound, where, self._is_lenient)
             if issubclass(hint, Enum):
                 return _enum(hint)
             if dataclasses.is_dataclass(hint):
-                return self.codec(hint, skip=0, depth=depth + 1)
+                return self.codec(hint, skip=0)
         raise TypeError(f"no encoding for a field of type {hint!r}")
 
-    def _union(self, members: tuple[Any, ...], bound: Bound | None, is_region: bool, *, depth: int) -> Codec:
+    def _union(self, members: tuple[Any, ...], bound: Bound | None, where: str) -> Codec:
         kinds = [member for member in members if member is not types.NoneType]
         if len(kinds) == 1:
-            encode, decode = self._hint(kinds[0], bound, is_region, depth=depth)
+            encode, decode = self._hint(kinds[0], bound, where)
         else:
-            encode, decode = self._tagged(kinds, depth=depth + 1)
+            encode, decode = self._tagged(kinds)
         if len(kinds) == len(members):
             return encode, decode
         return (
@@ -149,13 +143,13 @@ class ArrayCodecs:
             lambda value: None if value is None else decode(value),
         )
 
-    def _tagged(self, members: list[Any], *, depth: int) -> Codec:
+    def _tagged(self, members: list[Any]) -> Codec:
         by_type: dict[type, tuple[int, Check]] = {}
         by_tag: dict[int, Check] = {}
         for cls in members:
             if cls not in self._tags:
                 raise TypeError(f"{cls!r} is in a union, but has no tag in the schema")
-            encode_member, decode_member = self.codec(cls, skip=1, depth=depth)
+            encode_member, decode_member = self.codec(cls, skip=1)
             by_type[cls] = (self._tags[cls], encode_member)
             by_tag[self._tags[cls]] = decode_member
 
@@ -177,32 +171,28 @@ class ArrayCodecs:
 
         return encode, decode
 
-    def _tuple(self, items: tuple[Any, ...], bound: Bound | None, is_region: bool, *, depth: int) -> Codec:
-        if depth > DEPTH_MAX:
-            raise TypeError(f"a tuple is nested deeper than {DEPTH_MAX}")
+    def _tuple(self, items: tuple[Any, ...], bound: Bound | None, where: str) -> Codec:
         if len(items) != 2 or items[1] is not Ellipsis:
             raise TypeError(f"no encoding for a tuple of {items!r}: only for tuple[X, ...]")
         if not isinstance(bound, Items):
-            raise OutOfBounds(_NO_BOUND.format(kind="Items", found=bound))
-        encode, decode = self._hint(items[0], bound.of, is_region, depth=depth)
+            raise TypeError(_NO_BOUND.format(where=where, kind="Items", found=bound))
+        encode, decode = self._hint(items[0], bound.of, where)
         return (
             items_check(encode, bound, container=tuple, make=list),
             items_check(decode, bound, container=list, make=tuple),
         )
 
 
-def _scalar(hint: type, bound: Bound | None, is_region: bool, is_lenient: bool) -> Codec:
+def _scalar(hint: type, bound: Bound | None, where: str, is_lenient: bool) -> Codec:
     if hint is bool:
         return check_bool, check_bool
-    if hint is str and is_region:
+    if hint is str and where.rpartition(".")[2] in REGION_FIELDS:
         return check_region, check_region
     kind, make = _SCALARS[hint]
     if not isinstance(bound, kind):
-        raise OutOfBounds(_NO_BOUND.format(kind=kind.__name__, found=bound))
+        raise TypeError(_NO_BOUND.format(where=where, kind=kind.__name__, found=bound))
     check = make(bound)
-    converters: dict[type, Check] = {int: _as_int, float: _as_float} if is_lenient else {float: _of_int}
-    convert = converters.get(hint)
-    return (check if convert is None else _lenient(hint, check, convert)), check
+    return (_number(hint, check, is_lenient=is_lenient) if hint in (int, float) else check), check
 
 
 def _enum(cls: type[Enum]) -> Codec:
@@ -225,8 +215,8 @@ def _enum(cls: type[Enum]) -> Codec:
     return encode, decode
 
 
-def _lenient(kind: type, check: Check, convert: Check) -> Check:
-    """The encoder of a number: what is one of another library becomes ours first."""
+def _number(kind: type, check: Check, *, is_lenient: bool) -> Check:
+    """The encoder of a number: what is none of this kind becomes one first, if it can."""
 
     def encode(value: Any) -> Any:
         try:
@@ -234,30 +224,15 @@ def _lenient(kind: type, check: Check, convert: Check) -> Check:
         except OutOfBounds:
             if type(value) is kind:
                 raise
-        return check(convert(value))
+        if kind is float and type(value) is int:
+            return check(float(value))  # a sum began with it
+        is_number = hasattr(value, "__index__" if kind is int else "__float__")
+        if is_lenient and is_number and not isinstance(value, (bool, str, bytes)):
+            with suppress(TypeError):
+                return check(operator.index(value) if kind is int else float(value))  # numpy's are welcome
+        raise OutOfBounds(f"expected {kind.__name__}, got {type(value).__name__}")
 
     return encode
-
-
-def _as_int(value: Any) -> int:
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)  # numpy's integers are welcome
-        except TypeError:
-            pass
-    raise OutOfBounds(f"expected int, got {type(value).__name__}")
-
-
-def _as_float(value: Any) -> float:
-    if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
-        raise OutOfBounds(f"expected float, got {type(value).__name__}")
-    return float(value)  # numpy's floats, and ints that a sum began with
-
-
-def _of_int(value: Any) -> float:
-    if type(value) is not int:
-        raise OutOfBounds(f"expected float, got {type(value).__name__}")
-    return float(value)  # a sum began with it
 
 
 def _named(places: Iterable[str], checks: Iterable[Check], values: Iterable[Any]) -> OutOfBounds:

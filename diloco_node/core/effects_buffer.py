@@ -38,18 +38,17 @@ class EffectBuffer:
         """Add a line that says why."""
         self._effects.append(Note(kind, text, fragment, version, is_alarm))
 
-    def note_change(self, topic: str, state: str, text: str, *, fragment: int = -1) -> None:
+    def note_change(self, topic: str, state: str, text: str) -> None:
         """Add a line only when the state of its topic has changed.
 
         topic: few and fixed, for each is remembered; also the kind of the note. state: `text` without its changing
         numbers; empty: the topic is closed.
         """
-        key = f"{topic} {fragment}"
-        if self._last_noted.get(key, "") == state:
+        if self._last_noted.get(topic, "") == state:
             return
-        self._last_noted[key] = state
+        self._last_noted[topic] = state
         if state:
-            self.note(topic, text, fragment=fragment)
+            self.note(topic, text)
 
     def take(self) -> list[Effect]:
         """Everything since the last call, in order."""

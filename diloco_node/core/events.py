@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.messages import Message
+from diloco_node.core.messages import MergedStripe, Message
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.projections import ContributionsProjected, Project, ProjectContributions, Projected
 from diloco_node.core.types import Ballot, Contribution, Entry, LearnerStatus, LedgerBase, RateLimits, RoundBody, Stripe
@@ -62,7 +62,6 @@ class LedgerPersisted:
 class InitialStateStored:
     """Theta_0 (from this region's learner or --init) is on this region's disk, fsynced: it may propose genesis."""
 
-    manifest_digest: str
     fragment_digests: tuple[bytes, ...]
 
 
@@ -79,14 +78,12 @@ class LearnerAttached:
 
     Attributes:
         status: where it stands; a fresh incarnation has base_version -1 everywhere.
-        snapshots: per fragment the number of its unresolved snapshot, or -1.
         trained_before: what the persisted counters say of dead incarnations of this region's learner:
             (incarnation, steps, tokens) for each, so that what died can be booked as discarded.
         listing: of its frozen tensors, as genesis keeps it.
     """
 
     status: LearnerStatus
-    snapshots: tuple[int, ...]
     trained_before: tuple[tuple[int, int, int], ...]
     listing: bytes = b""
 
@@ -326,15 +323,9 @@ class ReduceStripe:
 
 @dataclass(frozen=True, slots=True)
 class SendMerged:
-    """Stream the stripe reduced here to these peers (`MergedStripe` header)."""
+    """Stream the stripe reduced here to these peers."""
 
-    ballot: Ballot
-    stripe: int
-    fragment: int
-    version: int
-    digest: bytes
-    block_start: int
-    block_stop: int
+    header: MergedStripe
     peers: tuple[str, ...]
 
 
@@ -448,8 +439,6 @@ class StopLearner:
 @dataclass(frozen=True, slots=True)
 class WriteFinal:
     """All fragments are at their final versions: write final.safetensors; answer FinalWritten."""
-
-    versions: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from diloco_node.core.events import InitialStateStored
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.context import RoundContext
-from diloco_node.core.rounds.entry_check import Run, ledger_fault
+from diloco_node.core.rounds.entry_check import Run
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.settings_body import SettingsBody
@@ -26,7 +25,7 @@ def founders_of(run: tuple[str, ...], region: str, history: RoundHistory, entrie
 
 
 class Genesis:
-    """Theta_0 until genesis is committed, and whether the ledger is of this run.
+    """Theta_0 until genesis is committed.
 
     run: what all regions must agree on. listing: of the frozen tensors of the learner that attached last.
     """
@@ -63,14 +62,6 @@ class Genesis:
         bodies = (ledger.entry(index).body for index in range(1, ledger.last_index + 1))  # it is an early one
         return is_lacking and not any(isinstance(body, GenesisBody) for body in bodies)
 
-    def initial_state_stored(self, event: InitialStateStored) -> None:
-        """Theta_0 of the own learner is on disk; of another model it is ignored."""
-        _, _, manifest_digest, _ = self._run
-        if event.manifest_digest != manifest_digest or len(event.fragment_digests) != len(self._versions.states):
-            self._effects.note("genesis", "Theta_0 is of another model: ignored", is_alarm=True)
-            return
-        self._versions.initial_state_stored(event.fragment_digests)
-
     def propose(self) -> None:
         """Propose genesis, once in each term that this region leads, when its disk holds all of Theta_0."""
         term = self._ledger.term
@@ -80,25 +71,12 @@ class Genesis:
         if digests is not None and founders and not self._fetches.brings_other_initial(digests):
             self._proposed_term = term
             run_id, settings_digest, manifest_digest, regions = self._run
-            disks = tuple(founders[name] for name in regions)
+            disks, settings = tuple(founders[name] for name in regions), (SettingsBody.of(self._history.settings),)
             self._leader.proposals.append(
-                GenesisBody(
-                    run_id,
-                    manifest_digest,
-                    settings_digest,
-                    regions,
-                    digests,
-                    disks,
-                    self.listing,
-                    (SettingsBody.of(self._history.settings),),
-                )
+                GenesisBody(run_id, manifest_digest, settings_digest, regions, digests, disks, self.listing, settings)
             )
 
     def on_commit(self, body: GenesisBody) -> None:
-        """Say that the run has begun, or raise an alarm when the ledger is of another one."""
-        if fault := ledger_fault(self._run, body):
-            self._effects.note("genesis", fault, is_alarm=True)
-        else:
-            is_changed = body.settings_digest != self._run[1]
-            note = "; settings were changed since it began" if is_changed else ""
-            self._effects.note("genesis", f"run {body.run_id} of {', '.join(body.regions)} has begun{note}")
+        """Say that the run has begun."""
+        note = "; settings were changed since it began" if body.settings_digest != self._run[1] else ""
+        self._effects.note("genesis", f"run {body.run_id} of {', '.join(body.regions)} has begun{note}")

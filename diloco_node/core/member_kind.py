@@ -23,15 +23,23 @@ class MemberKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Enrolled:
-    """A member of the run, or a former one; see `roster.Membership`."""
+class Membership:
+    """A region's place in the run.
+
+    Attributes:
+        kind: a `MemberKind`.
+        disk: the id of its folder that counts; NO_DISK, EXPELLED or EVICTED (`core.types`): none does.
+        since: index of the entry that gave it this kind; 0: of none.
+        address: where the others dial it; empty: run.toml says so, or it dials them.
+        folders: how many the log has named so far; each but the first one in place of one that was lost.
+    """
 
     region: str
     kind: str
-    disk: bytes
-    since: int
-    address: str
-    folders: int
+    disk: bytes = b""
+    since: int = 0
+    address: str = ""
+    folders: int = 1
 
 
 @dataclass(frozen=True, slots=True)

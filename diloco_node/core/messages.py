@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.member_kind import Enrolled
+from diloco_node.core.member_kind import Membership
 from diloco_node.core.types import (
     NO_LIMITS,
     Ballot,
@@ -344,36 +344,18 @@ class RosterShown:
     authority over them (`core.ledger.roster.Roster`)."""
 
     changes: int
-    members: tuple[Enrolled, ...]
+    members: tuple[Membership, ...]
     signature: bytes
 
 
+# fmt: off
 Message = (
-    RequestVote
-    | RequestVoteReply
-    | AppendEntries
-    | AppendEntriesReply
-    | BaseSent
-    | TimeoutNow
-    | Heartbeat
-    | BallotOpened
-    | Contributed
-    | Declined
-    | StripesReceived
-    | MergeDecided
-    | ReductionReported
-    | MergedReceived
-    | PayloadDurable
-    | AuditDrawn
-    | ContributionProjected
-    | FinishRequested
-    | DiscardReported
-    | PayloadRequested
-    | StateRequested
-    | Refused
-    | RosterShown
+    RequestVote | RequestVoteReply | AppendEntries | AppendEntriesReply | BaseSent | TimeoutNow | Heartbeat
+    | BallotOpened | Contributed | Declined | StripesReceived | MergeDecided | ReductionReported | MergedReceived
+    | PayloadDurable | AuditDrawn | ContributionProjected | FinishRequested | DiscardReported | PayloadRequested
+    | StateRequested | Refused | RosterShown
 )
-
+# fmt: on
 
 # A tuple: a union of types takes `isinstance` ten times as long, and each message is asked.
 LEDGER_MESSAGES: Final = (RequestVote, RequestVoteReply, AppendEntries, AppendEntriesReply, BaseSent, TimeoutNow)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Final
 
 from diloco_node.core.events import Effect
@@ -19,53 +17,6 @@ from diloco_node.core.types import DiscardedBody, DiskNamedBody, EntryBody, Roun
 WORD_TIMEOUTS: Final = 16
 """Lost steps, and a state that is another one here, wait for the word of a silent region for so many election timeouts:
 it may have died after its report."""
-
-
-class Treatment(Enum):
-    """The treatment of an entry that waits."""
-
-    PASS = auto()
-    TAKE = auto()
-    REFUSE = auto()
-    WAIT = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """An entry that waits, with what this region knows of it.
-
-    Attributes:
-        fault: why it is not what it says. doubt: why it is not acknowledged now. suspicion: why it may be wrong, which
-            others may know better. Empty: nothing.
-        is_committed: a majority has it. is_outwaited: others had the time to commit it.
-        is_patience_over: this region takes it now, although it doubts it.
-        has_leader: there is a region to be refused.
-    """
-
-    body: EntryBody
-    fault: str
-    doubt: str
-    suspicion: str
-    is_committed: bool
-    is_outwaited: bool
-    is_patience_over: bool
-    has_leader: bool
-
-    @property
-    def reason(self) -> str:
-        """The fault, else the doubt; empty: nothing speaks against it."""
-        return self.fault or self.doubt
-
-
-def treatment(case: Case) -> Treatment:
-    """Judge an entry that waits."""
-    if not case.reason:
-        return Treatment.PASS
-    if case.is_committed or (case.is_patience_over and not case.fault):
-        return Treatment.TAKE
-    if case.has_leader and (case.fault or (case.suspicion and case.is_outwaited)):
-        return Treatment.REFUSE
-    return Treatment.WAIT
 
 
 class Objections:
@@ -117,61 +68,58 @@ class Objections:
         for place, body in enumerate(missing):
             is_new = wait is None or wait[0] != _name(body) or self._will_know(body, missing[:place])
             since_ns = now_ns if wait is None or is_new else wait[1]
-            case = self._case(body, ledger, now_ns - since_ns, now_ns=now_ns)
-            match treatment(case):
-                case Treatment.TAKE:
-                    self._take(case)
-                    effects += ledger.payload_arrived(now_ns=now_ns)
-                    is_settled = False
-                case Treatment.REFUSE:
-                    self.discards.heed(body)
-                    return effects + ledger.refuse(body, case.reason, now_ns=now_ns)
-                case Treatment.WAIT:
-                    # What follows waits for it.
-                    self._wait = (_name(body), since_ns)
-                    break
+            waited_ns = now_ns - since_ns
+            fault = self._fault(body, ledger, waited_ns, now_ns=now_ns)
+            reason, suspicion = fault or self.doubt(body, now_ns=now_ns), self._suspicion(body, now_ns)
+            if not reason:
+                continue
+            is_patience_over = self._is_patience_over(body, ledger, waited_ns, now_ns=now_ns)
+            # What is not staged any more a majority has.
+            if not ledger.is_staged(body) or (is_patience_over and not fault):
+                if fault or suspicion or is_patience_over:
+                    is_alarm = not suspicion and not isinstance(body, SnapshotBody)
+                    self._effects.note("committed", f"taken all the same: {reason}", is_alarm=is_alarm)
+                self._believe(body)
+                effects += ledger.payload_arrived(now_ns=now_ns)
+                is_settled = False
+            elif ledger.leader and (fault or (suspicion and waited_ns >= self._patience_ns)):
+                self.discards.heed(body)
+                return effects + ledger.refuse(body, reason, now_ns=now_ns)
+            else:
+                # What follows waits for it.
+                self._wait = (_name(body), since_ns)
+                break
         if is_settled and self._wait is None:
             # What waited is not doubted any more, and no leader may be there whose message would have it taken.
             effects += ledger.payload_arrived(now_ns=now_ns)
         return effects
 
-    def _case(self, body: EntryBody, ledger: LedgerCore, waited_ns: int, *, now_ns: int) -> Case:
-        """Collect what is known about an entry that waits."""
-        is_staged, is_of_term = ledger.is_staged(body), ledger.is_staged(body, term=ledger.term)
+    def _fault(self, body: EntryBody, ledger: LedgerCore, waited_ns: int, *, now_ns: int) -> str:
+        """Return why an entry that waits is not what it says; empty if it may be."""
+        is_staged = ledger.is_staged(body)
+        if isinstance(body, SnapshotBody) and is_staged:
+            return self._snapshot_fault(body)
+        is_of_term = ledger.is_staged(body, term=ledger.term)
+        is_blamed = is_of_term and waited_ns >= WORD_TIMEOUTS * self._patience_ns
+        fault = self._versions.payload_fault(body) or self.discards.fault(body, is_late=is_blamed, now_ns=now_ns)
         # Who hands on another leader's entry does not know what the region reports, and is not to blame. Of an earlier
         # term of its own the region has the entry itself by now, and reports it no more.
         is_handed_on = is_staged and not ledger.is_staged(body, leader=ledger.leader)
-        is_blamed = is_of_term and waited_ns >= WORD_TIMEOUTS * self._patience_ns
-        fault = self._versions.payload_fault(body) or self.discards.fault(body, is_late=is_blamed, now_ns=now_ns)
-        if isinstance(body, SnapshotBody) and is_staged:
-            fault = self._snapshot_fault(body)
         if isinstance(body, DiscardedBody) and is_handed_on and not self.discards.is_impossible(body, now_ns=now_ns):
             fault = ""  # refused for ever, what an honest leader took in good faith would end all merging
-        return Case(
-            body,
-            fault,
-            doubt=self.doubt(body, now_ns=now_ns),
-            suspicion=self._suspicion(body, now_ns),
-            is_committed=not is_staged,
-            is_outwaited=waited_ns >= self._patience_ns,
-            is_patience_over=self._is_patience_over(body, waited_ns, is_of_term=is_of_term, now_ns=now_ns),
-            has_leader=bool(ledger.leader),
-        )
+        return fault
 
-    def _take(self, case: Case) -> None:
-        """Doubt an entry no more, and say so where a majority that has it may be wrong."""
-        if case.fault or case.suspicion or case.is_patience_over:
-            is_alarm = not case.suspicion and not isinstance(case.body, SnapshotBody)
-            self._effects.note("committed", f"taken all the same: {case.reason}", is_alarm=is_alarm)
-        self._versions.believe(case.body)
-        self.discards.believe(case.body)
-        if is_end(case.body):
+    def _believe(self, body: EntryBody) -> None:
+        """Doubt an entry no more."""
+        self._versions.believe(body)
+        self.discards.believe(body)
+        if is_end(body):
             self._end.believe()
-        if isinstance(case.body, DiskNamedBody | SnapshotBody):
-            self._believed = case.body
+        if isinstance(body, DiskNamedBody | SnapshotBody):
+            self._believed = body
 
-    def _is_patience_over(self, body: EntryBody, waited_ns: int, *, is_of_term: bool, now_ns: int) -> bool:
-        """Whether an entry is taken although it is doubted here. is_of_term: it was made in the present term.
+    def _is_patience_over(self, body: EntryBody, ledger: LedgerCore, waited_ns: int, *, now_ns: int) -> bool:
+        """Whether an entry is taken although it is doubted here.
 
         An absence was true when it was booked in an earlier term, and its region may be back since. But a leader may
         date an entry back: so this region must have missed it, too, as far as it can know.
@@ -180,7 +128,7 @@ class Objections:
         if isinstance(body, DiscardedBody) or is_denied:
             return waited_ns >= WORD_TIMEOUTS * self._patience_ns
         was_away = isinstance(body, DiskNamedBody) and self._absence.has_missed(body.region, now_ns=now_ns)
-        is_harmless = isinstance(body, SnapshotBody) or (was_away and not is_of_term)
+        is_harmless = isinstance(body, SnapshotBody) or (was_away and not ledger.is_staged(body, term=ledger.term))
         return is_harmless and waited_ns >= self._patience_ns
 
     def _will_know(self, body: EntryBody, before: Sequence[EntryBody]) -> bool:

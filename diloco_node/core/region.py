@@ -41,7 +41,6 @@ from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.run_end import RunEnd
-from diloco_node.core.succession import Succession
 from diloco_node.core.types import Entry, EntryBody, GenesisBody, LearnerStatus, Recovered, RoundBody, RunSettings
 from diloco_node.core.view import Participation, RegionView, region_view
 
@@ -56,11 +55,10 @@ class RegionCore:
     """All decisions of one region: events in, effects out.
 
     Args:
-        region: this one. regions: those that begin the run, the same on each of them, in any order; without this one if
+        regions: those that begin the run, the same on each of them, in any order; without this one if
             it joins a run that has begun.
         run_id, settings_digest: go into genesis; regions with others can't join.
-        manifest, settings: of the run.
-        recovered: what the disk held at start.
+        recovery: what the disk held at start.
         seed: of the election timeouts. secret: at random; of the nonces of audits. now_ns: monotonic time.
         authority: of the run, see `roster`.
     """
@@ -103,10 +101,7 @@ class RegionCore:
         )
         self._fetches = Fetches(region=region, regions=self.history.roster.names, effects=self._effects)
         self.liveness = Liveness(
-            region=region,
-            regions=self.history.roster.names,
-            heartbeat_ns=settings.heartbeat_ns,
-            effects=self._effects,
+            region=region, regions=self.history.roster.names, heartbeat_ns=settings.heartbeat_ns, effects=self._effects
         )
         context = RoundContext(
             region=region,
@@ -125,40 +120,32 @@ class RegionCore:
         self.ledger = LedgerCore(
             region=region,
             voters=peers,
-            disk=recovery.disk,
+            recovery=recovery,
             heartbeat_ns=settings.heartbeat_ns,
             election_timeout_ns=settings.election_timeout_ns,
-            term=recovery.term,
-            voted_for=recovery.voted_for,
-            entries=recovery.entries,
-            settled_index=recovery.settled_index,
             seed=seed,
             now_ns=now_ns,
             has_payload=self._has_payload,
             meaning=check,
-            base=base,
             has_base=self.versions.has_base,
             base_fault=check.base_fault,
             named_by=lambda base: summed_roster(decode_summary(base.summary, fragments=fragments)),
-            life=recovery.life,
         )
         check.roster_fault = lambda roster: authority(roster.statement(run_id), roster.signature)
         self.leader = RoundLeader(context, progress, self.participant)
         self._genesis = Genesis(
             run, context, ledger=self.ledger, leader=self.leader, versions=self.versions, fetches=self._fetches
         )
-        self.replacement = DiskReplacement(
-            self.ledger, self.history, self.leader, heartbeat_ns=settings.heartbeat_ns, roster_fault=check.roster_fault
-        )
+        self.replacement = DiskReplacement(context, self.ledger, self.leader, check.roster_fault)
         self.farewell = Farewell(context, self.ledger, check.roster_fault)
         self._upkeep = Upkeep(context, self.ledger, self.versions)
         self._objections.digests = self._upkeep.digests
-        self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
+        # As leader: since when its disk lacks what a majority has; None: it lacks nothing.
+        self._behind_since_ns: int | None = None
         # Fragments that are due by the learner's last report: a further one is told to the leader at once.
         self._due: frozenset[int] = frozenset()
-        self._participation = Participation(self.history.roster.names, self.liveness)
-        self._participation.restore(self.history.rounds_included)
-        self.history.followers = (self.liveness.follow, self._fetches.follow, self._participation.follow)
+        self._participation = Participation(self.history, self.liveness)
+        self.history.followers = (self.liveness.follow, self._fetches.follow)
         self._patience = PayloadPatience(self.participant, self.history)
         # (term, leader) of the last note about it.
         self._reported_leader = (0, "")
@@ -169,7 +156,7 @@ class RegionCore:
             ev.LinkChanged: self._link_changed,
             ev.BudgetChanged: lambda event, _: self.liveness.own_budget(event.limits),
             ev.LedgerPersisted: self._to_ledger,
-            ev.InitialStateStored: lambda event, _: self._genesis.initial_state_stored(event),
+            ev.InitialStateStored: lambda event, _: self.versions.initial_state_stored(event.fragment_digests),
             ev.LearnerReported: lambda event, now_ns: self._learner_is(event.status, now_ns),
             ev.LearnerAttached: self._learner_attached,
             ev.LearnerDetached: self._learner_detached,
@@ -191,9 +178,7 @@ class RegionCore:
             ev.StatesRenamed: lambda event, _: self.versions.states_renamed(event.fragment),
             ev.DigestComputed: lambda event, now_ns: self._upkeep.digest_computed(event, now_ns=now_ns),
             ev.FinishOrdered: self._finish_was_ordered,
-            EntryOrdered: lambda event, now_ns: self._emit(
-                self.replacement.carry_out(event, self._effects, self.liveness, now_ns=now_ns)
-            ),
+            EntryOrdered: lambda event, now_ns: self._emit(self.replacement.carry_out(event, now_ns=now_ns)),
             ev.FinalWritten: lambda _event, _now_ns: self.end.on_final_written(),
         }
 
@@ -351,13 +336,26 @@ class RegionCore:
             self._beat(now_ns, self.liveness.next_receiver(leader, applied, is_last=is_last, now_ns=now_ns))
             self.participant.tick()
             self.leader.tick()
-            self._emit(self.replacement.propose(self._effects, self.liveness, now_ns=now_ns))
+            self._emit(self.replacement.propose(now_ns=now_ns))
             self.farewell.look(now_ns=now_ns)
-            if reason := self._succession.reason(now_ns=now_ns):
+            if reason := self._succession_reason(now_ns):
                 self._emit(self.ledger.transfer_leadership(reason, now_ns=now_ns))
             if self.leader.is_acting:
                 self.leader.proposals += self._upkeep.proposals({self._region, *self.liveness.alive(now_ns=now_ns)})
             self._repeat_requests()
+
+    def _succession_reason(self, now_ns: int) -> str:
+        """Return why another region should lead: the others wait for nothing but this one. Empty if it may go on."""
+        ledger = self.ledger
+        if not ledger.is_leader or ledger.commit_index >= ledger.cluster_commit_index:
+            self._behind_since_ns = None
+        elif self._behind_since_ns is None:
+            self._behind_since_ns = now_ns
+        if not ledger.is_leader:
+            return ""
+        if self._behind_since_ns is not None and now_ns - self._behind_since_ns >= self.leader.disk_patience_ns:
+            return "its disk lacks what is committed"
+        return self._upkeep.reason or ("it holds up the others: its disk, or its bulk" * self.leader.is_in_the_way)
 
     def _beat(self, now_ns: int, only_to: str | None = None) -> None:
         digests = self._upkeep.digests.to_report(now_ns=now_ns) if only_to is None else ()
@@ -375,7 +373,7 @@ class RegionCore:
 
     def _message_arrived(self, event: ev.MessageArrived, now_ns: int) -> None:
         message = event.message
-        if event.peer in self.history.expelled:
+        if event.peer in self.history.roster.expelled:
             return  # its links are about to be closed
         if isinstance(message, msg.LEDGER_MESSAGES):
             self.liveness.hear(event.peer, now_ns=now_ns)
@@ -414,7 +412,7 @@ class RegionCore:
         if beat.learner and len(beat.learner.positions) != len(self._manifest.fragments):
             self._effects.note("report", f"{peer} reports {len(beat.learner.positions)} fragments", is_alarm=True)
             return
-        self.replacement.hear(peer, beat.folder, self._effects)
+        self.replacement.hear(peer, beat.folder)
         if self.liveness.heartbeat_arrived(peer, beat, now_ns=now_ns):
             self._upkeep.digests.on_report(peer, beat.digests)
             self.leader.on_status(peer, now_ns=now_ns)

@@ -304,20 +304,12 @@ class SummaryBody:
     digest: bytes
 
 
+# fmt: off
 EntryBody = (
-    GenesisBody
-    | LeaderBody
-    | RoundBody
-    | DiscardedBody
-    | FinishedBody
-    | DiskNamedBody
-    | SnapshotBody
-    | SummaryBody
-    | ExtendedBody
-    | RevokedBody
-    | MembershipBody
-    | SettingsBody
+    GenesisBody | LeaderBody | RoundBody | DiscardedBody | FinishedBody | DiskNamedBody | SnapshotBody | SummaryBody
+    | ExtendedBody | RevokedBody | MembershipBody | SettingsBody
 )
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,9 +369,7 @@ class RateLimits:
 
     def with_rate(self, direction: Direction, rate_bytes_per_s: int | None) -> RateLimits:
         """The same with one of them changed."""
-        if direction is Direction.EGRESS:
-            return replace(self, egress=rate_bytes_per_s)
-        return replace(self, ingress=rate_bytes_per_s)
+        return replace(self, **{direction.value: rate_bytes_per_s})
 
 
 NO_LIMITS: Final = RateLimits()

@@ -97,7 +97,8 @@ def check_bounds(data: bytes, *, depth_max: int, values_max: int, items_max: int
             at, count = (at + 1, kind & 0x0F) if 0x90 <= kind <= 0x9F else _long_array(data, at, kind)
             values += count
             if values > values_max or count > min(items_max, end - at) or len(above) >= depth_max:
-                raise ProtocolViolation(_too_much(count, end - at, len(above) + 1, values))
+                place = f"at depth {len(above) + 1}, after {values - count} values"
+                raise ProtocolViolation(f"an array of {count} items in {end - at} bytes, {place}: too much")
             # The long vectors are floats: looked at in one go.
             if count >= _RUN_MIN and data[at : at + count * _FLOAT64_BYTES : _FLOAT64_BYTES] == _FLOAT64 * count:
                 at += count * _FLOAT64_BYTES
@@ -114,7 +115,3 @@ def _long_array(data: bytes, at: int, kind: int) -> tuple[int, int]:
     if width is None:
         raise ProtocolViolation(f"byte {at} begins a map or an ext type (0x{kind:02x}): arrays and scalars only")
     return at + 1 + width, int.from_bytes(data[at + 1 : at + 1 + width], "big")
-
-
-def _too_much(count: int, rest_bytes: int, depth: int, values: int) -> str:
-    return f"an array of {count} items in {rest_bytes} bytes, at depth {depth}, after {values - count} values: too much"

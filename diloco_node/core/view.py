@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.messages import LeftOut
+from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.types import Ballot, LearnerStatus, RoundBody
@@ -26,7 +27,7 @@ class RoundView:
     """An open round, as this region sees it; `waiting`: what it waits for, in words.
 
     members, reducers: of the current ballot; empty where only the leader knows.
-    opened_at_ns, deadline_ns: monotonic; 0 where only the leader knows.
+    opened_at_ns: monotonic; 0 where only the leader knows.
     """
 
     fragment: int
@@ -36,7 +37,6 @@ class RoundView:
     members: tuple[str, ...]
     reducers: tuple[str, ...]
     opened_at_ns: int
-    deadline_ns: int
     waiting: str
 
 
@@ -58,20 +58,6 @@ class PeerView:
 
 
 @dataclass(frozen=True, slots=True)
-class ParticipationView:
-    """How often a learner was in a merge, of the rounds that were committed while it was seen to be live."""
-
-    learner: str
-    included: int
-    committed: int
-
-    @property
-    def ratio(self) -> float | None:
-        """`included / committed`; None before the first."""
-        return self.included / self.committed if self.committed else None
-
-
-@dataclass(frozen=True, slots=True)
 class RegionView:
     """Everything at one moment; versions, rounds and entries as in their names.
 
@@ -81,6 +67,8 @@ class RegionView:
         digests: per fragment (version, first bytes of the digest) of the last one computed here.
         end_waits: what the run's end waits for, see `RunEnd.waiting`.
         waiting: why no (further) round is open, or what this region waits for; in words.
+        participation: by region, of the rounds that were committed while its learner was seen to be live, the part that
+            it was in; None before the first.
         fetching: (fragment, version, peer).
         rounds_committed, tokens_merged: since genesis; tokens are the mean over the fragments.
         digest_differences: alarms about unequal bytes at equal versions. contradictions: of peers, to Raft.
@@ -104,7 +92,7 @@ class RegionView:
     learner: LearnerStatus | None
     rounds: tuple[RoundView, ...]
     peers: tuple[PeerView, ...]
-    participation: tuple[ParticipationView, ...]
+    participation: tuple[tuple[str, float | None], ...]
     end_waits: str
     waiting: str
     fetching: tuple[tuple[int, int, str], ...]
@@ -121,35 +109,26 @@ class RegionView:
 
 
 class Participation:
-    """Counts the merges that learners were in, of those committed while they were live."""
+    """Counts the merges without a learner that was live. The history counts those with it."""
 
-    def __init__(self, regions: Iterable[str], liveness: Liveness) -> None:
-        self._liveness = liveness
-        self._included: dict[str, int] = {}
-        self._committed: dict[str, int] = {}
-        self.follow(regions)
-
-    def follow(self, regions: Iterable[str]) -> None:
-        """These are the regions from now on; a new one is counted from here."""
-        self._included = {name: self._included.get(name, 0) for name in regions}
-        self._committed = {name: self._committed.get(name, 0) for name in regions}
-
-    def restore(self, counts: Mapping[str, int]) -> None:
-        """Go on from what the ledger's base says; who was live while a learner was left out, it does not say."""
-        for name in self._committed:
-            self._included[name] = self._committed[name] = counts.get(name, 0)
+    def __init__(self, history: RoundHistory, liveness: Liveness) -> None:
+        self._history, self._liveness = history, liveness
+        self._missed: Counter[str] = Counter()
 
     def count(self, body: RoundBody) -> None:
         """A round is committed."""
         members = {member.contribution.learner for member in body.members}
-        for name in self._committed:
-            if name in members or self._liveness.learner(name) is not None:
-                self._included[name] += name in members
-                self._committed[name] += 1
+        names = set(self._history.roster.names) - members
+        self._missed.update(name for name in names if self._liveness.learner(name) is not None)
 
-    def view(self) -> tuple[ParticipationView, ...]:
-        """All regions, by name."""
-        return tuple(ParticipationView(name, self._included[name], self._committed[name]) for name in self._committed)
+    def ratios(self) -> tuple[tuple[str, float | None], ...]:
+        """By region, sorted, the part of the merges that its learner was in; None before the first."""
+        ratios = []
+        for name in self._history.roster.names:
+            rounds = self._history.rounds_included.get(name, 0)
+            total = rounds + self._missed[name]
+            ratios.append((name, rounds / total if total else None))
+        return tuple(ratios)
 
 
 def peer_views(liveness: Liveness, *, now_ns: int) -> tuple[PeerView, ...]:
@@ -172,7 +151,7 @@ def round_views(leader: RoundLeader, participant: RoundParticipant) -> tuple[Rou
     """Open rounds by fragment: as the leader knows them if it is here, else as its leader announced them."""
     if not leader.is_acting:
         return tuple(
-            RoundView(fragment, version, ballot, 0, (), (), 0, 0, reason)
+            RoundView(fragment, version, ballot, 0, (), (), 0, reason)
             for fragment, version, ballot, reason in participant.open_rounds()
         )
     return tuple(
@@ -184,7 +163,6 @@ def round_views(leader: RoundLeader, participant: RoundParticipant) -> tuple[Rou
             round_.members,
             round_.reducers,
             round_.opened_at_ns,
-            round_.deadline_ns,
             round_.wait_reason(),
         )
         for _, round_ in sorted(leader.rounds.items())
@@ -220,7 +198,7 @@ def region_view(
         learner=core.liveness.learner(region),
         rounds=round_views(leader, core.participant),
         peers=peer_views(core.liveness, now_ns=now_ns),
-        participation=participation.view(),
+        participation=participation.ratios(),
         end_waits=end_waits,
         waiting=end_waits or upkeep.reason or reason,
         fetching=fetches.in_flight(),

@@ -463,7 +463,7 @@ class Daemon:
     def lift_quarantine(self, peer: str) -> bool:
         """Readmit a peer; whether it was expelled, in quarantine, or had strikes. Raises ConfigError."""
         self._check_peer(peer)
-        if self.node is not None and peer in self.node.core.history.expelled:
+        if self.node is not None and peer in self.node.core.history.roster.expelled:
             self.node.expel(peer, is_lifted=True)
             return True
         was = self.node is not None and self.node.transport.lift_quarantine(peer)

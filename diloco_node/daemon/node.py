@@ -219,7 +219,7 @@ class Node:
 
     def _post(self, event: ev.Event) -> None:
         self.pump.post(event)
-        self.transport.expel(self.core.history.expelled)
+        self.transport.expel(self.core.history.roster.expelled)
         self.transport.credentials.revocations = self.core.history.revocations
         self._follow_settings()
         self._mend_initial_state()
@@ -470,7 +470,7 @@ class Node:
             note(Note("peer", f"the link to {peer} goes on with the certificate before: {reason}", is_alarm=True))
 
     def _order(self, order: EntryOrdered) -> None:
-        if fault := self.core.replacement.order_fault(order, self.core.liveness, now_ns=self.runtime.now_ns()):
+        if fault := self.core.replacement.order_fault(order, now_ns=self.runtime.now_ns()):
             raise ConfigError(fault)
         self._post(order)
 

@@ -33,7 +33,7 @@ class Schema(Generic[T]):
         inner: the same for members of unions inside of messages. Tags may not overlap with those of `table`.
         bounds: of every field, as `core.shapes.bound_of` finds them. bytes_max: of a message, encoded.
 
-    Raises TypeError: a hint that can't be encoded, or is nested deeper than `DEPTH_MAX`; a field without a bound.
+    Raises TypeError: a hint that can't be encoded; a field without a bound.
     ValueError: a type or a tag that occurs twice.
     """
 

@@ -7,10 +7,10 @@ from diloco_node.core.messages import FinishRequested
 
 def test_effects_keep_their_order_and_are_handed_out_once() -> None:
     effects = EffectBuffer("a")
-    effects.emit(WriteFinal((1,)))
+    effects.emit(WriteFinal())
     effects.send("b", FinishRequested("x"))
     effects.note("why", "because", fragment=2, version=3, is_alarm=True)
-    assert effects.take() == [WriteFinal((1,)), Send("b", FinishRequested("x")), Note("why", "because", 2, 3, True)]
+    assert effects.take() == [WriteFinal(), Send("b", FinishRequested("x")), Note("why", "because", 2, 3, True)]
     assert effects.take() == []
 
 
@@ -24,7 +24,7 @@ def test_message_to_itself_stays_inside() -> None:
 def test_reason_is_said_when_it_changes() -> None:
     effects = EffectBuffer("a")
     for state in ("quorum", "quorum", "grace", "quorum", "", "", "quorum"):
-        effects.note_change("waits", state, f"{state}!", fragment=1)
-    effects.note_change("waits", "quorum", "other fragment", fragment=2)
+        effects.note_change("waits", state, f"{state}!")
+    effects.note_change("stranger", "quorum", "other topic")
     texts = [effect.text for effect in effects.take() if isinstance(effect, Note)]
-    assert texts == ["quorum!", "grace!", "quorum!", "quorum!", "other fragment"]
+    assert texts == ["quorum!", "grace!", "quorum!", "quorum!", "other topic"]

@@ -16,7 +16,7 @@ def order(small: Small, region: str, *, is_lifted: bool = False) -> str:
     """Give the order to the leader; why it can't be carried out."""
     host = small.hosts[small.leader()]
     expulsion = EntryOrdered(DiskNamedBody(region, b"" if is_lifted else EXPELLED), is_cut_off=not is_lifted)
-    fault = host.core.replacement.order_fault(expulsion, host.core.liveness, now_ns=small.world.now_ns)
+    fault = host.core.replacement.order_fault(expulsion, now_ns=small.world.now_ns)
     host.post(expulsion)
     return fault
 
@@ -38,7 +38,7 @@ def test_an_expelled_region_is_in_no_round_and_a_readmitted_one_is_again(patch: 
     count = len(small.bodies())
     small.go(4)
     assert members(small, count) == set(small.hosts) - {victim}
-    assert all(host.core.history.expelled == {victim} for name, host in small.hosts.items() if name != victim)
+    assert all(host.core.history.roster.expelled == {victim} for name, host in small.hosts.items() if name != victim)
     assert "is expelled already" in order(small, victim)
     assert small.view(small.leader()).leader != victim
     assert order(small, victim, is_lifted=True) == ""
@@ -66,7 +66,7 @@ def test_nobody_is_expelled_without_whom_no_majority_is_left(patch: pytest.Monke
     small.go(5)
     assert [body.region for body in small.bodies() if isinstance(body, DiskNamedBody)] == [first]
     follower, expulsion = small.hosts[second].core, EntryOrdered(DiskNamedBody(third, EXPELLED), is_cut_off=True)
-    fault = follower.replacement.order_fault(expulsion, follower.liveness, now_ns=small.world.now_ns)
+    fault = follower.replacement.order_fault(expulsion, now_ns=small.world.now_ns)
     assert fault.endswith(f"give the order to {small.leader()}")
 
 
@@ -97,7 +97,7 @@ def revoke(small: Small, region: str, certificate: bytes, *, is_cut_off: bool = 
     """Give the order to the leader; why it can't be carried out."""
     host = small.hosts[small.leader()]
     order_ = EntryOrdered(RevokedBody(region, certificate), is_cut_off=is_cut_off)
-    fault = host.core.replacement.order_fault(order_, host.core.liveness, now_ns=small.world.now_ns)
+    fault = host.core.replacement.order_fault(order_, now_ns=small.world.now_ns)
     host.post(order_)
     return fault
 
@@ -117,7 +117,7 @@ def test_a_revoked_certificate_is_known_everywhere_and_only_once(patch: pytest.M
     assert sum(isinstance(body, RevokedBody) for body in small.bodies()) == 2
     follower = small.hosts[second].core
     order_ = EntryOrdered(RevokedBody(first, b"4" * 32), is_cut_off=False)
-    fault = follower.replacement.order_fault(order_, follower.liveness, now_ns=small.world.now_ns)
+    fault = follower.replacement.order_fault(order_, now_ns=small.world.now_ns)
     assert fault.endswith(f"give the order to {leader}")
     small.settle()
 

@@ -1,4 +1,4 @@
-"""core/genesis.py: one proposal in each term that this region leads, with all of Theta_0; another run is an alarm."""
+"""core/genesis.py: one proposal in each term that this region leads, with all of Theta_0."""
 
 from collections import deque
 from dataclasses import replace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from diloco_node.core.effects_buffer import EffectBuffer
-from diloco_node.core.events import InitialStateStored, Note
+from diloco_node.core.events import Note
 from diloco_node.core.genesis import Genesis
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.versions import Versions
@@ -18,7 +18,6 @@ from tests.kit.ledger_kit import disk_of
 from tests.kit.rounds_kit import DIGESTS, GENESIS, MANIFEST, REGIONS, context_of
 
 RUN = ("run", "settings", MANIFEST.digest, REGIONS)
-STORED = InitialStateStored(MANIFEST.digest, DIGESTS)
 
 
 class Place:
@@ -49,15 +48,12 @@ class Place:
             fetches=self.fetches,
         )
 
-    def alarms(self) -> list[bool]:
-        return [effect.is_alarm for effect in self.effects.take() if isinstance(effect, Note)]
-
 
 def test_a_leader_proposes_once_in_a_term_when_its_disk_holds_theta_0() -> None:
     place = Place()
     place.genesis.propose()
     assert not place.leader.proposals
-    place.genesis.initial_state_stored(STORED)
+    place.versions.initial_state_stored(DIGESTS)
     place.genesis.propose()
     place.genesis.propose()
     settings = (SettingsBody.of(place.history.settings),)
@@ -70,7 +66,7 @@ def test_a_leader_proposes_once_in_a_term_when_its_disk_holds_theta_0() -> None:
 
 def test_genesis_has_the_frozen_tensors_of_the_learner_that_attached_last() -> None:
     place = Place()
-    place.genesis.initial_state_stored(STORED)
+    place.versions.initial_state_stored(DIGESTS)
     place.genesis.listing = b"frozen"
     place.genesis.propose()
     assert [body.listing for body in place.leader.proposals] == [b"frozen"]
@@ -78,7 +74,7 @@ def test_genesis_has_the_frozen_tensors_of_the_learner_that_attached_last() -> N
 
 def test_nothing_is_proposed_by_others_or_after_genesis() -> None:
     place = Place()
-    place.genesis.initial_state_stored(STORED)
+    place.versions.initial_state_stored(DIGESTS)
     place.leader.is_acting = False
     place.genesis.propose()
     place.leader.is_acting, place.history.genesis = True, GENESIS
@@ -90,7 +86,7 @@ def test_nothing_is_proposed_by_others_or_after_genesis() -> None:
 
 def test_nothing_is_proposed_while_a_fetch_may_replace_theta_0() -> None:
     place = Place()
-    place.genesis.initial_state_stored(STORED)
+    place.versions.initial_state_stored(DIGESTS)
     place.fetches.request(0, 0, None, digest=b"other")
     place.fetches.pump(leader="b", alive=("b",), now_ns=0)
     place.genesis.propose()
@@ -99,7 +95,7 @@ def test_nothing_is_proposed_while_a_fetch_may_replace_theta_0() -> None:
 
 def test_theta_0_of_two_regions_is_not_proposed_and_a_learner_lays_it_down_again() -> None:
     place = Place()
-    place.genesis.initial_state_stored(STORED)
+    place.versions.initial_state_stored(DIGESTS)
     assert not place.genesis.wants_initial_state
     place.versions.state_stored(0, 0, b"other" * 6)
     place.genesis.propose()
@@ -109,20 +105,9 @@ def test_theta_0_of_two_regions_is_not_proposed_and_a_learner_lays_it_down_again
     assert not place.genesis.wants_initial_state, "a fetch may still make it whole"
 
 
-def test_theta_0_of_another_model_is_refused() -> None:
-    place = Place()
-    place.genesis.initial_state_stored(replace(STORED, manifest_digest="other"))
-    place.genesis.initial_state_stored(replace(STORED, fragment_digests=DIGESTS[:1]))
-    assert place.versions.initial_digests is None
-    assert place.alarms() == [True, True]
-
-
-def test_a_ledger_of_another_run_is_an_alarm() -> None:
-    place = Place()
-    place.genesis.on_commit(GENESIS)
+def test_a_ledger_of_another_run_is_named() -> None:
     for other in ({"run_id": "x"}, {"manifest_digest": "x"}, {"regions": ("a", "b")}):
-        place.genesis.on_commit(replace(GENESIS, **other))  # type: ignore[arg-type]
-    assert place.alarms() == [False, True, True, True]
+        assert ledger_fault(RUN, replace(GENESIS, **other))  # type: ignore[arg-type]
     assert ledger_fault(RUN, replace(GENESIS, run_id="x")) == (
         "the ledger is of another run: its run.id is x, here it is run"
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from diloco_node.core.events import Effect, FinishOrdered, MessageArrived, Note, Send
-from diloco_node.core.ledger import ledger_state
+from diloco_node.core.ledger.ledger_state import LedgerState
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.membership import replacement
@@ -28,7 +28,7 @@ def order(small: Small, region: str, kind: str, *, is_forced: bool = False) -> s
     host = small.hosts[small.leader()]
     body = signed(host.core.ledger.disks.roster, MembershipBody(region, kind))
     change = EntryOrdered(body, is_cut_off=kind == "former", is_forced=is_forced)
-    fault: str = host.core.replacement.order_fault(change, host.core.liveness, now_ns=small.world.now_ns)
+    fault: str = host.core.replacement.order_fault(change, now_ns=small.world.now_ns)
     host.post(change)
     return fault
 
@@ -294,7 +294,7 @@ def test_orders_where_nobody_leads_or_the_run_is_over_name_the_remedy(patch: pyt
         host = small.hosts[region]
         body = signed(host.core.ledger.disks.roster, MembershipBody("new", kind))
         change = EntryOrdered(body, is_cut_off=kind == "former")
-        answer: str = host.core.replacement.order_fault(change, host.core.liveness, now_ns=small.world.now_ns)
+        answer: str = host.core.replacement.order_fault(change, now_ns=small.world.now_ns)
         return answer
 
     assert fault(first) == f"only the leader can do it: give the order to {small.leader()}"
@@ -313,7 +313,7 @@ def test_orders_where_nobody_leads_or_the_run_is_over_name_the_remedy(patch: pyt
     assert all(fault(name).startswith(over) for name in small.hosts)
     assert all(
         host.core.replacement.order_fault(
-            EntryOrdered(SettingsBody.of(host.core.history.settings)), host.core.liveness, now_ns=small.world.now_ns
+            EntryOrdered(SettingsBody.of(host.core.history.settings)), now_ns=small.world.now_ns
         ).startswith(over)
         for host in small.hosts.values()
     )
@@ -327,7 +327,7 @@ def test_every_member_tells_a_region_that_it_was_removed(patch: pytest.MonkeyPat
     core = small.hosts[peer].core
     without = roster(small, peer).changed(MembershipBody(leaver, "former"))
     told = RosterShown(1, without.lines, signature_of(without.statement("simulated")))
-    patch.setattr(core.history, "roster", Roster.of_lines(told.members, told.changes, told.signature))
+    patch.setattr(core.history, "roster", Roster(told.members, told.changes, told.signature))
     core.farewell.look(now_ns=small.world.now_ns)
     assert Send(leaver, told) in core._effects.take()
 
@@ -430,9 +430,9 @@ def test_a_leader_that_makes_up_a_change_of_the_members_is_refused_and_loses_its
     core, victim = small.hosts[leader].core, small.others()[0]
     made_up = MembershipBody(victim, "contributor", signature=b"s" * 71)
     change = EntryOrdered(made_up, is_cut_off=False, is_forced=True)
-    fault = core.replacement.order_fault(change, core.liveness, now_ns=small.world.now_ns)
+    fault = core.replacement.order_fault(change, now_ns=small.world.now_ns)
     assert "no authority of the run has signed it" in fault, "an operator without the key"
-    patch.setattr(core.ledger._entry_gate, "_meaning", None)  # the leader itself takes anything
+    patch.setattr(core.ledger._entry_gate, "_fault_after", lambda *_: "")  # the leader itself takes anything
     host = small.hosts[leader]
     patch.setattr(core.replacement, "order_fault", lambda *_, **__: "")
     followers = small.others()
@@ -473,7 +473,7 @@ def test_a_voter_that_was_away_while_another_came_follows_it_as_its_leader(patch
     small.go(4)
     assert order(small, joiner, "voter") == ""
     small.go(2)
-    patch.setattr(ledger_state, "most_complete", lambda *_, **__: joiner)
+    patch.setattr(LedgerState, "_successor", lambda *_: joiner)
     hosts = [small.hosts[name] for name in sorted(set(small.hosts) - {late, joiner})]
     for host in hosts:
         patch.setattr(host.core.ledger, "_is_draining", True)  # it stands no more

@@ -72,7 +72,7 @@ def test_status_shows_peers_rounds_and_reasons(patch: pytest.MonkeyPatch) -> Non
     assert all(set(peer.hears) == set(small.hosts) - {peer.region} for peer in view.peers)
     assert view.rounds_committed == small.sim.checkers.commits
     assert view.rounds
-    assert all(round_.waiting and round_.members and round_.deadline_ns > round_.opened_at_ns for round_ in view.rounds)
+    assert all(round_.waiting and round_.members and round_.opened_at_ns for round_ in view.rounds)
     follower = small.view(small.others()[0])
     assert (follower.role, follower.leader) == ("follower", leader)
     assert follower.waiting.startswith("follows")

@@ -94,13 +94,6 @@ def test_strangers_are_not_listened_to() -> None:
     assert [effect.kind for effect in effects if isinstance(effect, Note)] == ["stranger"]
 
 
-def test_theta_of_another_model_is_an_alarm() -> None:
-    core = a_core()
-    event = ev.InitialStateStored("another manifest", (b"x" * 32, b"y" * 32))
-    assert alarms(core.handle(event, now_ns=1)) == ["genesis"]
-    assert core.versions.initial_digests is None
-
-
 def test_other_bytes_at_an_equal_version_are_an_alarm() -> None:
     core = a_core()
     core.history.versions = [4, 4]
@@ -113,14 +106,14 @@ def test_other_bytes_at_an_equal_version_are_an_alarm() -> None:
 def test_ballot_of_somebody_who_does_not_lead_is_ignored() -> None:
     core = a_core()
     announcement = msg.BallotOpened(Ballot(1, 1), 0, 1, ("a",), ())
-    core.handle(ev.LearnerAttached(status(3), (-1, -1), ()), now_ns=1)
+    core.handle(ev.LearnerAttached(status(3), ()), now_ns=1)
     assert core.handle(ev.MessageArrived("b", announcement), now_ns=2) == []
 
 
 def test_core_that_becomes_due_tells_its_leader_at_once() -> None:
     core = a_core()
     core.handle(ev.MessageArrived("b", msg.AppendEntries(1, 1, 0, bytes(32), (), 0)), now_ns=1)
-    core.handle(ev.LearnerAttached(status(3), (-1, -1), ()), now_ns=2)
+    core.handle(ev.LearnerAttached(status(3), ()), now_ns=2)
     effects = core.handle(ev.LearnerReported(status(4)), now_ns=3)
     assert [effect.peer for effect in effects if isinstance(effect, ev.Send)] == ["b"]
     assert core.handle(ev.LearnerReported(status(5)), now_ns=4) == [], "once"

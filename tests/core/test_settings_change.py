@@ -148,7 +148,7 @@ def test_orders_that_can_not_be_carried_out_are_refused_with_the_remedy(patch: p
     def fault(name: str, **values: Any) -> str:
         core = core_of(small, name)
         order_ = EntryOrdered(changed(small, **values))
-        return core.replacement.order_fault(order_, core.liveness, now_ns=small.world.now_ns)
+        return core.replacement.order_fault(order_, now_ns=small.world.now_ns)
 
     assert fault(leader, sync_every=16) == ""
     assert fault(other, sync_every=16) == f"only the leader can do it: give the order to {leader}"

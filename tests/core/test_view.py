@@ -2,17 +2,23 @@
 
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.membership.liveness import Liveness
-from diloco_node.core.view import Participation, ParticipationView
-from tests.kit.rounds_kit import MS, REGIONS, committed_round, contribution, status
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.types import RoundBody
+from diloco_node.core.view import Participation
+from tests.kit.rounds_kit import MS, REGIONS, Ledger, committed_round, contribution, status
 
 
 def test_rounds_count_for_those_that_are_in_them_and_for_live_learners() -> None:
     liveness = Liveness(region="a", regions=REGIONS, heartbeat_ns=199 * MS, effects=EffectBuffer("a"))
-    participation = Participation(REGIONS, liveness)
-    participation.count(committed_round(0, 1, [contribution("b")]))
+    history, ledger = RoundHistory(2, REGIONS), Ledger()
+    participation = Participation(history, liveness)
+
+    def commit(body: RoundBody) -> None:
+        history.apply(ledger.add(body), now_ns=1)
+        participation.count(body)
+
+    commit(committed_round(0, 1, [contribution("b")]))
     liveness.own_learner(status(), now_ns=1)
-    participation.count(committed_round(1, 1, [contribution("b"), contribution("a")]))
-    participation.count(committed_round(0, 2, [contribution("b")]))
-    result = participation.view()
-    assert result == (ParticipationView("a", 1, 2), ParticipationView("b", 3, 3), ParticipationView("c", 0, 0))
-    assert [line.ratio for line in result] == [0.5, 1.0, None]
+    commit(committed_round(1, 1, [contribution("b"), contribution("a")]))
+    commit(committed_round(0, 2, [contribution("b")]))
+    assert participation.ratios() == (("a", 0.5), ("b", 1.0), ("c", None))

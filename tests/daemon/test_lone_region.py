@@ -71,7 +71,7 @@ def test_its_entries_remove_the_others_each_by_a_signature_of_its_own(tmp_path: 
     assert not store.lost
     assert recovered.term == TERM + TERMS_AHEAD
     assert recovered.voted_for == "b"
-    roster = Roster({})
+    roster = Roster()
     for entry in recovered.entries:
         before, roster = roster, roster.after(entry)
         if entry.index > facts.index:

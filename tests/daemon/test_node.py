@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from diloco_node.core.ledger.roster import Roster
-from diloco_node.core.member_kind import Enrolled
+from diloco_node.core.member_kind import Membership
 from diloco_node.core.messages import FinishRequested, RosterShown
 from diloco_node.core.types import RoundBody, RunSettings
 from diloco_node.daemon import node as node_module
@@ -155,7 +155,7 @@ def test_three_regions_train_one_model_to_the_end(play: Play) -> None:
         assert rounds >= 2 * STEPS // 8 - 2
         for region in world.regions.values():
             assert region.learner.step >= STEPS - 5
-            assert (region.node.core.view().participation[0].ratio or 0.0) > 0.9
+            assert (region.node.core.view().participation[0][1] or 0.0) > 0.9
             assert region.notes.alarms == 0, list(region.notes.last)
 
     play(scenario)
@@ -176,16 +176,16 @@ def test_a_roster_that_a_peer_shows_names_regions_to_link_with_until_the_ledger_
         monkeypatch.setattr(
             node.transport, "follow", lambda addresses, former, **_: calls.append((addresses, set(former)))
         )
-        lines = (*Roster.of_voters(NAMES).lines, Enrolled("d", "voter", b"", 9, "d.example:7400", 1))
+        lines = (*Roster.of_voters(NAMES).lines, Membership("d", "voter", b"", 9, "d.example:7400", 1))
         node.control_arrived("b", RosterShown(2, lines, b"forged"))
         assert calls == []
         node.control_arrived("b", RosterShown(2, lines, b""))
         assert calls == [({"b": None, "c": None, "d": "d.example:7400"}, set())]
-        node.control_arrived("b", RosterShown(3, (*lines[:-1], Enrolled("d", "former", b"", 12, "", 1)), b""))
+        node.control_arrived("b", RosterShown(3, (*lines[:-1], Membership("d", "former", b"", 12, "", 1)), b""))
         assert calls[1:] == [({"b": None, "c": None, "d": None}, {"d"})]
         node.control_arrived("c", RosterShown(2, lines, b""))
         assert len(calls) == 2, "an older one, from a peer that is behind"
-        node.core.history.roster = Roster(node.core.history.roster.memberships, 3)
+        node.core.history.roster = Roster(node.core.history.roster.lines, 3)
         node.control_arrived("c", RosterShown(2, lines, b""))
         assert calls[2:] == [({"b": None, "c": None}, set())], "the ledger knows as much"
         region.store.close()

@@ -16,9 +16,9 @@ import pytest
 
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core import events as ev
-from diloco_node.core.ledger.roster import Membership, Roster
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.witness import QUIET_NS, RECORD_BYTES_MAX
-from diloco_node.core.member_kind import MemberKind
+from diloco_node.core.member_kind import Membership
 from diloco_node.core.messages import (
     AppendEntriesReply,
     BaseSent,
@@ -173,7 +173,7 @@ class Site:
 
     def follow(self, url: str, since: int = 1) -> None:
         """The log names a witness there from this entry on."""
-        self.link.follow(Roster({"w": Membership(MemberKind.WITNESS, address=url, since=since)}))
+        self.link.follow(Roster([Membership("w", "witness", address=url, since=since)]))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         self.tasks.add(name)

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,8 @@ class Leader(Region):
         assert isinstance(body, MembershipBody)
         roster = self.disks.roster
         if body.kind == "voter":
-            lines = dict(roster.memberships)
-            lines[body.region] = type(lines[body.region])(lines[body.region].kind, FOLDER, lines[body.region].since)
-            roster = Roster(lines, roster.changes)
+            line = replace(roster.memberships[body.region], disk=FOLDER, address="", folders=1)
+            roster = Roster((roster.memberships | {body.region: line}).values(), roster.changes)
         assert roster.change_fault(body) == ""
         roster = roster.changed(body, self.index)
         if body.kind == "witness":

@@ -7,13 +7,37 @@ from diloco_node.core.events import Effect, LedgerPersisted, MessageArrived, Not
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.entry_gate import Meaning
 from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.messages import AppendEntries, AppendEntriesReply, Message, RequestVote, RequestVoteReply
-from diloco_node.core.types import Ballot, DiscardedBody, Entry, EntryBody, LeaderBody, RoundBody
+from diloco_node.core.types import Ballot, DiscardedBody, Entry, EntryBody, LeaderBody, LedgerBase, Recovered, RoundBody
 
 
 def disk_of(name: str) -> bytes:
     """The folder of a region."""
     return name.encode().ljust(16, b".")
+
+
+class AnyMeaning:
+    """A meaning that every entry has."""
+
+    index = 0
+
+    def fault(self, entry: Entry) -> str:
+        return ""
+
+    doubt = fault
+
+    def take(self, entry: Entry) -> None:
+        self.index = entry.index
+
+    def back_to(self, index: int) -> None:
+        self.index = index
+
+    def settle(self, index: int) -> None:
+        """Nothing is kept."""
+
+    def begin(self, base: LedgerBase) -> None:
+        self.index = base.index
 
 
 HEARTBEAT_NS = 199
@@ -54,22 +78,24 @@ def a_core(
     settled_index: int = 0,
 ) -> LedgerCore:
     """A voter of a run that is founded already, unless said otherwise: each voter's folder is named."""
-    return cls(
+    if term is None:
+        term = entries[-1].term if entries else 0
+    core = cls(
         region=region,
         voters=voters,
-        disk=disk or disk_of(region),
-        disks={name: disk_of(name) for name in voters} if is_founded else None,
+        recovery=Recovered(term, voted_for, entries, (), frozenset(), disk=disk or disk_of(region)),
         heartbeat_ns=HEARTBEAT_NS,
         election_timeout_ns=TIMEOUT_NS,
-        term=term if term is not None else (entries[-1].term if entries else 0),
-        voted_for=voted_for,
-        entries=entries,
         seed=seed,
         now_ns=now_ns,
         has_payload=has_payload,
-        meaning=meaning,
-        settled_index=settled_index,
+        meaning=meaning or AnyMeaning(),
     )
+    core.cluster_commit_index = max(core.cluster_commit_index, settled_index)
+    if is_founded:
+        core.disks.begin(Roster.of_voters(voters, {name: disk_of(name) for name in voters}), 0)
+        core.disks.follow(entries)
+    return core
 
 
 def sends(effects: list[Effect]) -> list[tuple[str, Message]]:

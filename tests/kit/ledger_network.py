@@ -13,8 +13,9 @@ from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.membership.replacement import DiskReplacement
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
-from diloco_node.core.types import Entry, EntryBody, GenesisBody, RoundBody
+from diloco_node.core.types import Entry, EntryBody, GenesisBody, RoundBody, RunSettings
 from tests.kit.ledger_kit import HEARTBEAT_NS, TIMEOUT_NS, a_core, a_discard, a_round, disk_of
+from tests.kit.rounds_kit import context_of
 
 NO_ROUNDS = cast(RoundLeader, SimpleNamespace(let_go=lambda _: True))
 """Of a leader that merges nothing."""
@@ -94,7 +95,10 @@ class Network:
         )
 
         self.replacements[name] = DiskReplacement(
-            self.cores[name], RoundHistory(1), NO_ROUNDS, heartbeat_ns=HEARTBEAT_NS, roster_fault=lambda _: ""
+            context_of(RoundHistory(1), settings=RunSettings(heartbeat_ns=HEARTBEAT_NS)),
+            self.cores[name],
+            NO_ROUNDS,
+            lambda _: "",
         )
 
     def crash(self, name: str) -> None:

@@ -326,7 +326,7 @@ EFFECTS: dict[type, Callable[[Any], tuple[str, str, str] | None]] = {
         " ".join(sorted({stripe.reducer for stripe in effect.stripes} - {effect.contribution.learner})),
         f"bytes of {steps_of(effect.contribution)}, fragment {effect.contribution.fragment}",
     ),
-    ev.SendMerged: lambda effect: ("bulk", " ".join(effect.peers), f"bytes of merged stripe {effect.stripe}"),
+    ev.SendMerged: lambda effect: ("bulk", " ".join(effect.peers), f"bytes of merged stripe {effect.header.stripe}"),
     ev.FetchState: lambda effect: (
         "fetches",
         effect.peer,

@@ -369,16 +369,6 @@ def test_a_bound_is_found_by_class_then_by_name_then_by_the_end_of_the_name() ->
     assert bound_of({"*_ns": Whole(0, 3)}, "Small", "ns_span") is None
 
 
-def test_a_type_that_holds_itself_is_refused_not_built_for_ever() -> None:
-    with pytest.raises(TypeError, match="nested deeper"):
-        Schema({1: Tree}, bounds=BOUNDS)
-
-
-@dataclass(frozen=True)
-class Tree:
-    left: Tree | None
-
-
 def test_region_names() -> None:
     assert is_region_name("us-east-1")
     assert is_region_name("a" * 63)

@@ -9,7 +9,7 @@ import pytest
 from diloco_node.core import messages as m
 from diloco_node.core import types as t
 from diloco_node.core.ledger.entries import canonical_codec
-from diloco_node.core.member_kind import Enrolled, MembershipBody
+from diloco_node.core.member_kind import Membership, MembershipBody
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.shapes import OutOfBounds
 from diloco_node.core.types import RateLimits
@@ -93,7 +93,7 @@ CONTROL_EXAMPLES: list[ControlMessage] = [
     m.MergedReceived(BALLOT, (b"d" * 32, b"")),
     m.AuditDrawn(BALLOT, b"d" * 32, (b"n" * 32,)),
     m.ContributionProjected(BALLOT, (0.5, -1.25)),
-    m.RosterShown(3, (Enrolled("ap", "former", b"", 9, "ap.example:4317", 1),), b"s" * 71),
+    m.RosterShown(3, (Membership("ap", "former", b"", 9, "ap.example:4317", 1),), b"s" * 71),
 ]
 
 HEADER_EXAMPLES: list[TransferHeader] = [

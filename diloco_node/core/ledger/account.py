@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Final
 
@@ -23,21 +22,6 @@ from diloco_node.core.types import Contribution, DiscardedBody, Entry, RoundBody
 INCARNATIONS_KEPT: Final = 8
 """Incarnations of one learner that are in the ledger and have an account of their own. The tokens of older ones are
 added up, and they are closed. They are booked in order, so the eighth before the newest was complete long ago."""
-
-
-@dataclass(frozen=True, slots=True)
-class LastInclusion:
-    """The newest committed round that included a learner's contribution to a fragment.
-
-    version: that the round made. snapshot: the learner's number for it. step_to: its step. tokens_to: of the
-    incarnation.
-    """
-
-    incarnation: int
-    version: int
-    snapshot: int
-    step_to: int
-    tokens_to: int
 
 
 class Account:
@@ -52,8 +36,9 @@ class Account:
     def __init__(self) -> None:
         self.index = 0
         self.shards = ShardAccount(self._set)
-        # (learner, fragment) -> the newest inclusion, of whatever incarnation.
-        self._inclusions: dict[tuple[str, int], LastInclusion] = {}
+        # (learner, fragment) -> the newest inclusion, of whatever incarnation; and the last steps that were given up.
+        self._included: dict[tuple[str, int], Included] = {}
+        self._given_up: dict[tuple[str, int], GivenUp] = {}
         # (learner, incarnation, fragment) -> steps and tokens that are merged or discarded.
         self._covered: dict[tuple[str, int, int], tuple[int, int]] = {}
         # fragment -> tokens of all inclusions with a weight; of all others and of all discards.
@@ -64,8 +49,6 @@ class Account:
         self._closed: dict[str, Closed] = {}
         # fragment -> its version, as far as rounds say it.
         self._versions: dict[int, int] = {}
-        # (learner, fragment) -> (incarnation, step, version) of the last steps that its newest life gave up there.
-        self._given_up: dict[tuple[str, int], tuple[int, int, int]] = {}
         # Per entry that is not settled: calls that restore what it changed, in the order of the changes.
         self._undo: deque[list[Callable[[], None]]] = deque()
 
@@ -79,10 +62,11 @@ class Account:
         if isinstance(body, DiscardedBody):
             self._cover(body)
             self._set(self._discarded, body.fragment, self._discarded.get(body.fragment, 0) + body.tokens)
-            where, life = (body.learner, body.fragment), body.incarnation
+            where = (body.learner, body.fragment)
+            line = GivenUp(*where, body.incarnation, body.step_to, self._versions.get(body.fragment, 0))
             # An earlier life may be booked late: it goes on with nothing.
-            if life >= self._given_up.get(where, (life,))[0]:
-                self._set(self._given_up, where, (life, body.step_to, self._versions.get(body.fragment, 0)))
+            if line.incarnation >= self._given_up.get(where, line).incarnation:
+                self._set(self._given_up, where, line)
         elif isinstance(body, RoundBody):
             self._set(self._versions, body.fragment, body.version)
             for member in body.members:
@@ -107,7 +91,7 @@ class Account:
         learner, incarnation, fragment = body.learner, body.incarnation, body.fragment
         if self.is_closed(learner, incarnation):
             return f"incarnation {incarnation} of {learner} is closed, as all up to {self._closed[learner].incarnation}"
-        last = self._inclusions.get((learner, fragment))
+        last = self.last_inclusion(learner, fragment)
         if last is not None and isinstance(body, Contribution):
             if incarnation < last.incarnation:
                 return f"incarnation {incarnation} of {learner} after {last.incarnation} was included"
@@ -120,24 +104,24 @@ class Account:
             return f"{interval} of {learner}'s incarnation {incarnation} does not follow step {steps}"
         return self.shards.fault(body) if isinstance(body, Contribution) else ""
 
-    def last_inclusion(self, learner: str, fragment: int) -> LastInclusion | None:
+    def last_inclusion(self, learner: str, fragment: int) -> Included | None:
         """The newest inclusion of this learner in a round of this fragment; None if there was none."""
-        return self._inclusions.get((learner, fragment))
+        return self._included.get((learner, fragment))
 
     def carried_since(self, contribution: Contribution) -> int | None:
         """Return the version since which a contribution's steps were carried on; None: its incarnation began with them.
 
         It is the last one that includes the learner, or the one for which it gave its steps up, as booked.
         """
-        last = self._inclusions.get((contribution.learner, contribution.fragment))
-        if last is not None and (last.incarnation, last.step_to) == (contribution.incarnation, contribution.step_from):
-            return last.version
-        *given_up, version = self._given_up.get((contribution.learner, contribution.fragment), (-1, -1, -1))
-        return version if given_up == [contribution.incarnation, contribution.step_from] else None
+        where, begin = (contribution.learner, contribution.fragment), (contribution.incarnation, contribution.step_from)
+        for line in (self._included.get(where), self._given_up.get(where)):
+            if line is not None and (line.incarnation, line.step_to) == begin:
+                return line.version
+        return None
 
     def given_up_lines(self) -> tuple[GivenUp, ...]:
         """The last steps that were given up, by learner and fragment."""
-        return tuple(GivenUp(*name, *mark) for name, mark in sorted(self._given_up.items()))
+        return tuple(self._given_up[name] for name in sorted(self._given_up))
 
     def covered(self, learner: str, incarnation: int, fragment: int) -> tuple[int, int]:
         """(steps, tokens) of an incarnation that are merged or discarded in this fragment: where its next begins."""
@@ -190,26 +174,20 @@ class Account:
 
     def included_lines(self) -> tuple[Included, ...]:
         """The newest inclusions, by learner and fragment."""
-        return tuple(Included(*name, *astuple(self._inclusions[name])) for name in sorted(self._inclusions))
+        return tuple(self._included[name] for name in sorted(self._included))
 
     def totals(self, fragments: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Tokens merged and discarded so far, per fragment."""
-        indexes = range(fragments)
-        return tuple(self._merged.get(fragment, 0) for fragment in indexes), tuple(
-            self._discarded.get(fragment, 0) for fragment in indexes
-        )
+        sums = [tuple(table.get(at, 0) for at in range(fragments)) for table in (self._merged, self._discarded)]
+        return sums[0], sums[1]
 
     def restore(self, summary: RunSummary, index: int) -> None:
         """Go on from a summary as if every entry up to `index` had been taken."""
         self.index = index
         self._undo.clear()
         fragments = range(len(summary.versions))
-        self._inclusions = {
-            (line.learner, line.fragment): LastInclusion(
-                line.incarnation, line.version, line.snapshot, line.step_to, line.tokens_to
-            )
-            for line in summary.included
-        }
+        self._included = {(line.learner, line.fragment): line for line in summary.included}
+        self._given_up = {(line.learner, line.fragment): line for line in summary.given_up}
         self._covered = {
             (line.learner, line.incarnation, fragment): (_at(line.steps, fragment), _at(line.tokens, fragment))
             for line in summary.covered
@@ -219,9 +197,6 @@ class Account:
         self._merged, self._discarded = dict(enumerate(summary.merged)), dict(enumerate(summary.discarded))
         self._closed = {line.learner: line for line in summary.closed}
         self._versions = dict(enumerate(summary.versions))
-        self._given_up = {
-            (line.learner, line.fragment): (line.incarnation, line.step_to, line.version) for line in summary.given_up
-        }
         self.shards.restore(summary)
 
     def merged_tokens(self, fragments: int) -> int:
@@ -248,10 +223,9 @@ class Account:
         learner, incarnation, fragment = contribution.learner, contribution.incarnation, contribution.fragment
         self._cover(contribution)
         self._set(sums, fragment, sums.get(fragment, 0) + contribution.tokens)
-        inclusion = LastInclusion(
-            incarnation, version, contribution.snapshot, *self._covered[learner, incarnation, fragment]
-        )
-        self._set(self._inclusions, (learner, fragment), inclusion)
+        sums_to = self.covered(learner, incarnation, fragment)
+        line = Included(learner, fragment, incarnation, version, contribution.snapshot, *sums_to)
+        self._set(self._included, (learner, fragment), line)
         self.shards.include(contribution)
 
     def _cover(self, body: Contribution | DiscardedBody) -> None:

@@ -30,15 +30,15 @@ def expulsion_fault(disks: Mapping[str, bytes], region: str, alive: Container[st
 
     disks: per voter the id that the log names. alive: who is there now; None: all.
     """
-    needed = majority_of(len(disks))
+    quorum = majority_of(len(disks))
     voting = [
         name
         for name, disk in sorted(disks.items())
         if name != region and disk not in (NO_DISK, EXPELLED) and (alive is None or name in alive)
     ]
-    if len(voting) >= needed:
+    if len(voting) >= quorum:
         return ""
-    return f"{needed} of {len(disks)} regions must vote; without {region} only {len(voting)} can: {', '.join(voting)}"
+    return f"{quorum} of {len(disks)} regions must vote; without {region} only {len(voting)} can: {', '.join(voting)}"
 
 
 class DiskView:
@@ -46,21 +46,21 @@ class DiskView:
 
     Args:
         voters: the regions that found the run.
-        base: the roster of earlier entries, if the log begins later than entry 1; or per region its folder.
+        base: the roster of earlier entries, if the log begins later than entry 1.
 
     Attributes:
         known_index: the entries up to here were looked at.
         roster: after the last of them.
     """
 
-    def __init__(self, voters: Iterable[str], base: Roster | Mapping[str, bytes] | None = None) -> None:
+    def __init__(self, voters: Iterable[str], base: Roster | None = None) -> None:
         self._founders = Roster.of_voters(voters)
         self._changes: list[tuple[int, Roster]] = []
         self.known_index = 0
         self._base: Roster | None = None
         self.roster = self._founders
         if base:
-            self.begin(base if isinstance(base, Roster) else Roster.of_voters(base, base), 0)
+            self.begin(base, 0)
 
     @property
     def has_view(self) -> bool:
@@ -82,22 +82,9 @@ class DiskView:
         disk = self.roster.disks.get(region, NO_DISK)
         return NO_DISK if disk in (EXPELLED, EVICTED) else disk
 
-    @property
-    def expelled(self) -> frozenset[str]:
-        """The regions that are expelled."""
-        return frozenset(region for region, disk in self.roster.disks.items() if disk == EXPELLED)
-
     def counts(self, region: str, disk: bytes) -> bool:
         """Whether this folder is the one of its region that counts."""
         return disk != NO_DISK and self.disk_of(region) == disk
-
-    def named_at(self, region: str) -> int:
-        """Index of the entry that named the region's folder last; 0 if it is summed up."""
-        named_at, disk = 0, NO_DISK if self._base is None else self._base.disks.get(region, NO_DISK)
-        for index, roster in self._changes:
-            if roster.disks.get(region, NO_DISK) != disk:
-                named_at, disk = index, roster.disks.get(region, NO_DISK)
-        return named_at
 
     def follow(self, entries: Iterable[Entry]) -> None:
         """Take the entries that were added to the log."""

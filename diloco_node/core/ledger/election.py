@@ -20,6 +20,7 @@ from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.ledger.roster import majority_of
 from diloco_node.core.ledger.write_gate import WriteGate
 from diloco_node.core.messages import RequestVote, RequestVoteReply
+from diloco_node.core.types import Recovered
 
 TERM_STEP_MAX: Final = 1024
 """A term that somebody claims is approached in steps of this. A region that was away while the others held an election
@@ -144,9 +145,8 @@ class Election:
     """Term, vote, role and election timer. The ledger calls it and replicates as the role says.
 
     Args:
-        region: this voter. disk: its folder's id.
+        region: this voter. recovery: what its disk held.
         timeout_ns: the timer is drawn from 1 to 2 times this, or times what `timeout_ns` grows to.
-        term, voted_for: as the disk holds them.
         seed: of the timer; the region's name is mixed in.
         log, disks: read only; the latter knows who votes. gate: takes the messages, and holds them back until term and
             vote are on disk.
@@ -166,10 +166,8 @@ class Election:
         self,
         *,
         region: str,
-        disk: bytes,
+        recovery: Recovered,
         timeout_ns: int,
-        term: int,
-        voted_for: str,
         seed: int,
         log: ReplicaLog,
         disks: DiskView,
@@ -177,8 +175,8 @@ class Election:
         now_ns: int,
     ) -> None:
         self.role = Role.FOLLOWER
-        self.term = term
-        self.voted_for = voted_for
+        self.term = recovery.term
+        self.voted_for = recovery.voted_for
         self.leader = ""
         self.votes: dict[str, bytes] = {}
         # Pre-votes in a row, the last one counted, that no other voting region answered.
@@ -186,7 +184,8 @@ class Election:
         self.founder_term = 0
         self.due_at_ns = 0
         self._region = region
-        self._disk = disk
+        # The id of its folder, for which votes count.
+        self._disk = recovery.disk
         self._disks = disks
         self._timeout_ns = timeout_ns
         self.cadence = Cadence(timeout_ns)

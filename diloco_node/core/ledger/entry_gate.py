@@ -57,13 +57,11 @@ def _first_fault(
     return ""
 
 
-def check_held(base: LedgerBase, entries: Sequence[Entry], meaning: Meaning | None) -> None:
+def check_held(base: LedgerBase, entries: Sequence[Entry], meaning: Meaning) -> None:
     """Ask about the entries from the disk, before anything is built on them.
 
     Raises StorageError: they make no sense: the ledger is damaged.
     """
-    if meaning is None:
-        return
     try:
         if base.index:
             meaning.begin(base)
@@ -75,14 +73,14 @@ def check_held(base: LedgerBase, entries: Sequence[Entry], meaning: Meaning | No
 
 
 class EntryGate:
-    """The check of entries before the log. log: read only. meaning: None: every entry is welcome.
+    """The check of entries before the log. log: read only.
 
     Attributes:
         refused: per peer, how many of its messages held an entry that can't be. faults: the last of them, in words.
         leaders: by term, as the log names them.
     """
 
-    def __init__(self, log: ReplicaLog, meaning: Meaning | None) -> None:
+    def __init__(self, log: ReplicaLog, meaning: Meaning) -> None:
         self.refused: dict[str, int] = {}
         self.faults: dict[str, str] = {}
         self._log = log
@@ -106,7 +104,7 @@ class EntryGate:
         that are not committed. Others may have been committed under other settings.
         An empty `peer` is a witness: it made none, and shows what may be committed long since.
         """
-        if self._meaning is None or not self._log.has(request.previous_index, request.previous_hash):
+        if not self._log.has(request.previous_index, request.previous_hash):
             return ""
         new = [entry for entry in request.entries if not self._log.has(entry.index, entry.hash)]
         self._learn(new)
@@ -128,8 +126,7 @@ class EntryGate:
 
     def begin(self, base: LedgerBase) -> None:
         """Begin with a base, as the log does."""
-        if self._meaning is not None:
-            self._meaning.begin(base)
+        self._meaning.begin(base)
 
     def distrust(self, peer: str, *, until_ns: int) -> None:
         """Follow a peer no more, and give it no vote, until then: if the others elect it, it has to be tried again."""
@@ -157,8 +154,6 @@ class EntryGate:
     def _fault_after(self, entries: Sequence[Entry], committed_index: int, is_doubtful: Callable[[Entry], bool]) -> str:
         """Bring the check to where the log is before these entries, and ask."""
         meaning, index = self._meaning, entries[0].index - 1
-        if meaning is None:
-            return ""
         if meaning.index > index:
             meaning.back_to(index)
         while meaning.index < index:

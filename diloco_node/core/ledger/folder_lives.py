@@ -40,13 +40,14 @@ class _Memory:
     """The folder of a region since the ledger named it.
 
     Attributes:
-        folder: its newest life. index: the last committed entry that it surely held in that life.
+        naming: so many folders of the region the ledger had named. folder: its newest life.
+        index: the last committed entry that it surely held in that life.
         acknowledged_index: also in a later life, perhaps: that one may acknowledge before it tells that it began.
         is_heard: the life was told since the link last changed, so what came over it is this life's.
         fault: why it is an older copy; empty if it is none.
     """
 
-    named_at: int
+    naming: int
     folder: FolderLife
     index: int
     acknowledged_index: int = 0
@@ -71,7 +72,7 @@ class FolderLives:
         memory = self._memory(peer)
         if memory is None or memory.folder.disk != folder.disk:
             if self._disks.counts(peer, folder.disk):
-                self._memories[peer] = _Memory(self._disks.named_at(peer), folder, folder.commit_index)
+                self._memories[peer] = _Memory(self._naming(peer), folder, folder.commit_index)
             return ""
         if memory.fault:
             return ""
@@ -108,8 +109,12 @@ class FolderLives:
     def _memory(self, peer: str) -> _Memory | None:
         """Return what is known of the folder that counts: one that was named anew since is another one."""
         memory = self._memories.get(peer)
-        is_named = memory is not None and self._disks.disk_of(peer) != NO_DISK
-        return memory if memory and is_named and memory.named_at == self._disks.named_at(peer) else None
+        is_named = memory is not None and self._disks.counts(peer, memory.folder.disk)
+        return memory if memory and is_named and memory.naming == self._naming(peer) else None
+
+    def _naming(self, peer: str) -> int:
+        """Count the folders of a region that the ledger has named so far."""
+        return self._disks.roster.memberships[peer].folders
 
 
 def _difference(memory: _Memory, folder: FolderLife) -> str:

@@ -11,11 +11,11 @@ from diloco_node.core.ledger.election import Election, Role, TermClaims, majorit
 from diloco_node.core.ledger.entry_gate import EntryGate, Meaning, check_held
 from diloco_node.core.ledger.folder_lives import FolderLives
 from diloco_node.core.ledger.log import ReplicaLog
-from diloco_node.core.ledger.replication import Follower, Following, WitnessFollower, majority_contact_ns, most_complete
+from diloco_node.core.ledger.replication import Follower, Following, WitnessFollower
 from diloco_node.core.ledger.roster import NO_DISK, Roster, majority_of
 from diloco_node.core.ledger.write_gate import WriteGate
 from diloco_node.core.member_kind import MemberKind
-from diloco_node.core.types import NO_BASE, Entry, EntryBody, FolderLife, LeaderBody, LedgerBase, RoundBody
+from diloco_node.core.types import Entry, EntryBody, FolderLife, LeaderBody, LedgerBase, Recovered, RoundBody
 
 WITNESS_HEARTBEATS: Final = 1500
 """After so many heartbeats without it, five minutes by default, a leader asks the witness: a bucket that is away, or
@@ -32,22 +32,17 @@ class LedgerState:
     Args:
         region: this voter. voters: the regions that found the run, the same on every region; without this one if it
             joins a run that has begun.
-        disk: id of this voter's folder. life: of the folder (`FolderLife`).
-        named: the folders that count before entry 1, by region; None: the log itself begins the run.
+        recovery: what the disk held; the chain of the entries is checked.
         heartbeat_ns: between two heartbeats of a leader.
         election_timeout_ns: a follower that hears no leader asks for votes after 1 to 2 times this; a leader that hears
             no majority for this long steps down. At least two heartbeats. Longer where messages come late (`Cadence`)
             or terms came to nothing (`TermBackoff`).
-        term, voted_for, entries: what the disk held (`Recovered`), chain checked.
-        settled_index: entries up to there were committed, by what else the disk held.
         seed: of the election timeouts; the region's name is mixed in.
-        now_ns: monotonic time.
         has_payload: whether what a body names is on this region's disk; True for bodies that name nothing. It must not
             turn False again for an entry of the log; `missing_payloads` has what a disk lost between two processes.
-        meaning: of entries; None: each makes sense. Raises StorageError when what the disk held makes none.
-        base: what the disk held instead of the first entries. has_base: whether it holds the states that the base
-            stands for. base_fault: why a base can't be one of this run's ledger; empty if it can.
-        named_by: the members that the entries of a base name.
+        meaning: of entries. Raises StorageError when what the disk held makes none.
+        has_base: whether the disk holds the states that the base stands for. named_by: the members that the entries of
+            a base name. base_fault: why a base can't be one of this run's ledger; empty if it can.
     """
 
     def __init__(
@@ -55,35 +50,23 @@ class LedgerState:
         *,
         region: str,
         voters: Sequence[str],
-        disk: bytes,
+        recovery: Recovered,
         heartbeat_ns: int,
         election_timeout_ns: int,
-        term: int,
-        voted_for: str,
-        entries: Sequence[Entry],
         seed: int,
         now_ns: int,
         has_payload: Callable[[EntryBody], bool],
-        disks: Mapping[str, bytes] | None = None,
-        meaning: Meaning | None = None,
-        settled_index: int = 0,
-        base: LedgerBase = NO_BASE,
+        meaning: Meaning,
         has_base: Callable[[], bool] = lambda: True,
         base_fault: Callable[[LedgerBase], str] = lambda _: "",
-        named_by: Callable[[LedgerBase], Roster] = lambda _: Roster({}),
-        life: int = 0,
+        named_by: Callable[[LedgerBase], Roster] = lambda _: Roster(),
     ) -> None:
-        if len(set(voters)) != len(voters):
-            raise ValueError(f"a region is there twice: {sorted(voters)}")
-        if not 0 < 2 * heartbeat_ns <= election_timeout_ns:
-            raise ValueError(f"an election timeout of {election_timeout_ns} ns for heartbeats of {heartbeat_ns} ns")
-        if entries and entries[-1].term > term:
-            raise ValueError(f"term {term} is older than the last entry, of term {entries[-1].term}")
+        entries, base = recovery.entries, recovery.base
         self._region = region
         self._heartbeat_ns = heartbeat_ns
         self._election_timeout_ns = election_timeout_ns
         # The id of this region's folder. It goes with every vote and acknowledgement, and never changes.
-        self._disk = disk
+        self._disk = recovery.disk
         # Questions to the rest of the core: is a body's payload on disk, is a base to be believed, whom does it name.
         self._has_payload = has_payload
         self._base_fault = base_fault
@@ -93,24 +76,23 @@ class LedgerState:
         # A base that a leader sent, until the rest of the core has taken it.
         self._new_base: LedgerBase | None = None
         check_held(base, entries, meaning)
-        self.disks = DiskView(sorted(voters), named_by(base) if base.index else disks)
-        self.disks.known_index = base.index
+        self.disks = DiskView(sorted(voters))
+        if base.index:
+            self.disks.begin(named_by(base), base.index)
         self._log = ReplicaLog(entries, self._may_persist, base=base, has_base=has_base)
         self.disks.follow(entries)
         # Signed by the run's authority: members of which the log here may not know yet. Their folders are unsigned.
-        self.newer_roster = Roster({})
+        self.newer_roster = Roster()
         # What the others tell of their folders; and of this one, its life and where its log ended on disk then.
         self.folders = FolderLives(self.disks)
-        self._life, self._end_index = life, self._log.last_index
+        self._life, self._end_index = recovery.life, self._log.last_index
         self._gate = WriteGate()
         self._entry_gate = EntryGate(self._log, meaning)
         self._election = Election(
             region=region,
-            disk=disk,
+            recovery=recovery,
             disks=self.disks,
             timeout_ns=election_timeout_ns,
-            term=term,
-            voted_for=voted_for,
             seed=seed,
             log=self._log,
             gate=self._gate,
@@ -118,7 +100,7 @@ class LedgerState:
         )
 
         # Known to be on a majority's disks; what is taken is on the own disk, too.
-        self.cluster_commit_index = max(base.index, settled_index)
+        self.cluster_commit_index = max(base.index, recovery.settled_index)
         self._taken_index = base.index
 
         # The part of a follower: begun anew in each term.
@@ -201,9 +183,7 @@ class LedgerState:
         return self._log.base
 
     def entry(self, index: int) -> Entry:
-        """Return an entry of the log, staged ones not counted. Raises IndexError."""
-        if index > self._log.last_index:
-            raise IndexError(f"entry {index} of {self._log.base.index + 1}..{self._log.last_index}")
+        """Return an entry of the log, staged or not. Raises IndexError."""
         return self._log.entry(index)
 
     @property
@@ -325,13 +305,11 @@ class LedgerState:
     def is_staged(self, body: EntryBody, *, leader: str = "", term: int = 0) -> bool:
         """Whether an entry waits that is not known to be committed; if given, of a term that a region leads or led, and
         of this term."""
+        leaders = self._entry_gate.leaders | {self.term: self.leader}
         return any(
-            entry.body == body and term in (0, entry.term) and leader in ("", self._leader_of(entry.term))
+            entry.body == body and term in (0, entry.term) and leader in ("", leaders.get(entry.term, ""))
             for entry in self._log.staged
         )
-
-    def _leader_of(self, term: int) -> str:
-        return self.leader if term == self.term else self._entry_gate.leaders.get(term, "")
 
     @property
     def has_committed(self) -> bool:
@@ -437,13 +415,13 @@ class LedgerState:
 
     def _successor(self, now_ns: int) -> str:
         """As leader, the live follower that votes, counts and has the most on disk; empty if there is none."""
-        witness = self.disks.roster.witness
-        able = {
-            peer: follower
+        witness, since_ns = self.disks.roster.witness, now_ns - self._election_timeout_ns
+        able = [
+            (-follower.durable_index, peer)
             for peer, follower in self._voting_followers().items()
-            if peer != witness and self._counts(peer, follower.disk)
-        }
-        return most_complete(able, answered_after_ns=now_ns - self._election_timeout_ns)
+            if peer != witness and self._counts(peer, follower.disk) and follower.answered_ns > since_ns
+        ]
+        return min(able)[1] if able else ""
 
     def _may_stand(self) -> bool:
         """Whether it votes, from a folder that counts: another would only disturb. Before the run is founded each may
@@ -466,10 +444,11 @@ class LedgerState:
             return min(index for _, index in votes.values())
         return majority_value(index if self._counts(name, disk) else 0 for name, (disk, index) in votes.items())
 
-    def _hear_majority(self) -> None:
-        """As leader, note when a majority was last heard."""
-        contact_ns, cadence = majority_contact_ns(self._voting_followers().values()), self._election.cadence
-        if cadence.heard_at_ns is None or contact_ns > cadence.heard_at_ns:
+    def _hear_majority(self, now_ns: int) -> None:
+        """As leader, note when a majority, this voter counted, was last heard."""
+        answered_ns = [follower.answered_ns for follower in self._voting_followers().values()]
+        contact_ns, cadence = majority_value([now_ns, *answered_ns]), self._election.cadence
+        if answered_ns and (cadence.heard_at_ns is None or contact_ns > cadence.heard_at_ns):
             cadence.hear(contact_ns)
 
     def _counts(self, region: str, disk: bytes) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from diloco_node.core.events import PersistLedger
 from diloco_node.core.ledger.entries import ZERO_HASH, decode_entry, encode_entry
 from diloco_node.core.types import NO_BASE, Entry, LedgerBase
 
@@ -48,17 +49,8 @@ class _Write:
     last_index: int
 
 
-@dataclass(frozen=True, slots=True)
-class LogChange:
-    """Work for the disk, so that it follows the log: forget from `truncate_from` on (0: nothing), then append."""
-
-    truncate_from: int
-    entries: tuple[Entry, ...]
-    base: LedgerBase | None = None
-
-
 class ReplicaLog:
-    """Entries base.index + 1..last_index, then the staged ones; who writes them calls `take_change` and `written`.
+    """Entries base.index + 1..last_index, then the staged ones; who writes them calls `take_change` and `on_written`.
 
     Invariants: `durable_index <= last_index`; staged entries follow the last one without a gap; the hash of an entry
     fixes everything before it.
@@ -238,8 +230,7 @@ class ReplicaLog:
                 continue
             assert entry.previous == self.hash_at(self.known_index), entry.index
             entry_bytes = len(encode_entry(entry))
-            is_full = len(self._staged) >= STAGED_ENTRIES_MAX or staged_bytes + entry_bytes > STAGED_BYTES_MAX
-            if is_full:
+            if len(self._staged) >= STAGED_ENTRIES_MAX or staged_bytes + entry_bytes > STAGED_BYTES_MAX:
                 return
             self._staged.append(entry)
             self._staged_bytes.append(entry_bytes)
@@ -309,10 +300,11 @@ class ReplicaLog:
         del self._staged[:count]
         del self._staged_bytes[:count]
 
-    def take_change(self, token: int) -> LogChange:
-        """Return the work for the disk now; `on_written(token)` says that it is done."""
+    def take_change(self, token: int, term: int, voted_for: str) -> PersistLedger:
+        """Return the work for the disk now, so that it follows the log; `on_written(token)` says that it is done."""
         entries = self.slice(self._requested_index + 1, self.last_index)
-        change = LogChange(self._truncate_from, entries, self.base if self._is_base_new else None)
+        base = self.base if self._is_base_new else None
+        change = PersistLedger(token, term, voted_for, self._truncate_from, entries, base)
         self._requested_index = self.last_index
         self._truncate_from = 0
         self._is_base_new = False

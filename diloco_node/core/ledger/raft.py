@@ -293,7 +293,7 @@ class LedgerCore(LedgerState):
             self.contradictions.pop(peer, None)
         follower = self._followers[peer]
         is_whole = follower.answered(answer, now_ns=now_ns)
-        self._hear_majority()
+        self._hear_majority(now_ns)
         if not is_whole:
             self._note(f"{peer} has lost entries that it had acknowledged; its disk must be looked at", is_alarm=True)
         if not self.disks.has_view and answer.disk != self._founders[peer]:

@@ -6,15 +6,14 @@ follower keeps a `Following`: how far the logs agree, what it has acknowledged.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.ledger.entries import encode_entry, verify_chain
 from diloco_node.core.ledger.log import STAGED_ENTRIES_MAX, ReplicaLog
-from diloco_node.core.ledger.roster import majority_of
 from diloco_node.core.messages import AppendEntries, AppendEntriesReply, BaseSent
-from diloco_node.core.types import Entry
+from diloco_node.core.types import Entry, LedgerBase
 from diloco_node.errors import ProtocolViolation
 
 BATCH_ENTRIES_MAX: Final = 64
@@ -62,7 +61,7 @@ class Follower:
         is_behind = self.next_index <= log.base.index
         if is_behind:
             if self.batch_sequence == 0 and self.base_age > BASE_AGAIN_MESSAGES:
-                return self._send_base(log, term, sequence)
+                return self._send_base(log.base, term, sequence)
             self.next_index = log.base.index + 1
         previous_index = self.next_index - 1
         entries = self._batch(log, commit_index) if self.batch_sequence == 0 and not is_behind else ()
@@ -119,8 +118,7 @@ class Follower:
         """A follower keeps committed entries without their payloads, and only so many others in memory."""
         return max(self.durable_index + STAGED_ENTRIES_MAX, commit_index)
 
-    def _send_base(self, log: ReplicaLog, term: int, sequence: int) -> BaseSent:
-        base = log.base
+    def _send_base(self, base: LedgerBase, term: int, sequence: int) -> BaseSent:
         self.base_age = 0
         self.batch_sequence = self.sent_sequence = sequence
         self.next_index = base.index + 1
@@ -157,10 +155,9 @@ class WitnessFollower(Follower):
         if self.next_index > commit_index or self.batch_sequence:
             self.next_index = max(self.next_index, commit_index + 1)
             return Follower.next_message(self, log, term=term, sequence=sequence, commit_index=commit_index)
-        self.batch_sequence = self.sent_sequence = sequence
-        self.next_index, self.is_certain = commit_index + 1, False
         self.settled_index = commit_index
-        return BaseSent(term, sequence, commit_index, log.term_at(commit_index), log.hash_at(commit_index), b"")
+        base = LedgerBase(commit_index, log.term_at(commit_index), log.hash_at(commit_index), b"")
+        return self._send_base(base, term, sequence)
 
     def settle(self, disk_index: int) -> bool:
         """Whether it keeps entries that are on all other disks up to this index: the next message has it drop them."""
@@ -168,22 +165,6 @@ class WitnessFollower(Follower):
             return False
         self.next_index, self.batch_sequence = self.durable_index, 0
         return True
-
-
-def majority_contact_ns(followers: Iterable[Follower]) -> int:
-    """When a majority, the leader counted, had last answered; 0 if it is the leader alone. followers: all that vote."""
-    answered_ns = sorted((follower.answered_ns for follower in followers), reverse=True)
-    return answered_ns[majority_of(len(answered_ns) + 1) - 2] if answered_ns else 0
-
-
-def most_complete(followers: Mapping[str, Follower], *, answered_after_ns: int) -> str:
-    """The follower with the most on disk among those that answer; by name if equal; empty if none answers."""
-    live = [
-        (-follower.durable_index, peer)
-        for peer, follower in followers.items()
-        if follower.answered_ns > answered_after_ns
-    ]
-    return min(live)[1] if live else ""
 
 
 @dataclass(slots=True)

@@ -23,13 +23,13 @@ Source: Ongaro's dissertation (2014), section 4.1.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import msgpack
 
 from diloco_node.core.bounds import REGIONS
-from diloco_node.core.member_kind import WITNESS_NAME, Enrolled, MemberKind, MembershipBody
+from diloco_node.core.member_kind import WITNESS_NAME, MemberKind, Membership, MembershipBody
 from diloco_node.core.types import EVICTED, EXPELLED, DiskNamedBody, Entry, GenesisBody
 
 KINDS: Final = frozenset(MemberKind)
@@ -59,26 +59,10 @@ def majority_of(voters: int) -> int:
     return voters // 2 + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """A region's place in the run.
-
-    Attributes:
-        disk: the id of its folder that counts; NO_DISK, EXPELLED or EVICTED: none does.
-        since: index of the entry that gave it this kind; 0: of none.
-        address: where the others dial it; empty: run.toml says so, or it dials them.
-        folders: how many the log has named so far; each but the first one in place of one that was lost.
-    """
-
-    kind: MemberKind
-    disk: bytes = NO_DISK
-    since: int = 0
-    address: str = ""
-    folders: int = 1
-
-
 class Roster:
     """The memberships at one entry of the ledger. It never changes: `after` gives another one.
+
+    lines: the memberships, in which `lines_fault` finds nothing.
 
     Attributes:
         memberships: by name, former members too. Founders are first, sorted, then each one that came: so a region's
@@ -87,46 +71,34 @@ class Roster:
         voters: who counts for a majority, sorted: voters that are not EVICTED, and the witness.
         witness: its name; empty: there is none.
         disks: per member, and of the witness, the folder that the log names; see `Membership`.
+        expelled: the members whose folder is `EXPELLED`.
         changes: of the members since genesis. signature: of the last one, see `statement`; empty without one.
     """
 
-    __slots__ = ("changes", "disks", "memberships", "names", "signature", "voters", "witness")
+    __slots__ = ("changes", "disks", "expelled", "memberships", "names", "signature", "voters", "witness")
 
-    def __init__(self, memberships: Mapping[str, Membership], changes: int = 0, signature: bytes = b"") -> None:
+    def __init__(self, lines: Iterable[Membership] = (), changes: int = 0, signature: bytes = b"") -> None:
         self.changes, self.signature = changes, signature
-        self.memberships = dict(memberships)
-        members = {name: line for name, line in sorted(memberships.items()) if line.kind is not MemberKind.FORMER}
-        self.witness = next((name for name, line in members.items() if line.kind is MemberKind.WITNESS), "")
+        self.memberships = {line.region: line for line in lines}
+        members = {name: line for name, line in sorted(self.memberships.items()) if line.kind != MemberKind.FORMER}
+        self.witness = next((name for name, line in members.items() if line.kind == MemberKind.WITNESS), "")
         self.names = tuple(name for name in members if name != self.witness)
         self.voters = tuple(
-            name for name, line in members.items() if line.kind is not MemberKind.CONTRIBUTOR and line.disk != EVICTED
+            name for name, line in members.items() if line.kind != MemberKind.CONTRIBUTOR and line.disk != EVICTED
         )
         self.disks = {name: line.disk for name, line in members.items()}
+        self.expelled = frozenset(name for name, disk in self.disks.items() if disk == EXPELLED)
 
     @classmethod
     def of_voters(cls, names: Iterable[str], disks: Mapping[str, bytes] | None = None, *, since: int = 0) -> Roster:
         """Make the roster of a run whose regions all vote, from these folders."""
-        named_disks = disks or {}
-        return cls(
-            {name: Membership(MemberKind.VOTER, named_disks.get(name, NO_DISK), since) for name in sorted(names)}
-        )
-
-    @classmethod
-    def of_lines(cls, lines: Iterable[Enrolled], changes: int, signature: bytes) -> Roster:
-        """Make the roster of these lines, in which `lines_fault` finds nothing."""
-        memberships = {
-            line.region: Membership(MemberKind(line.kind), line.disk, line.since, line.address, line.folders)
-            for line in lines
-        }
-        return cls(memberships, changes, signature)
+        named_disks, kind = disks or {}, MemberKind.VOTER.value
+        return cls(Membership(name, kind, named_disks.get(name, NO_DISK), since) for name in sorted(names))
 
     @property
-    def lines(self) -> tuple[Enrolled, ...]:
+    def lines(self) -> tuple[Membership, ...]:
         """The memberships as a message or a summary has them."""
-        return tuple(
-            Enrolled(name, line.kind.value, line.disk, line.since, line.address, line.folders)
-            for name, line in self.memberships.items()
-        )
+        return tuple(self.memberships.values())
 
     @property
     def voter_disks(self) -> dict[str, bytes]:
@@ -141,7 +113,7 @@ class Roster:
     def kind_of(self, region: str) -> MemberKind:
         """The kind of a region now; FORMER also for one that never was a member."""
         line = self.memberships.get(region)
-        return MemberKind.FORMER if line is None else line.kind
+        return MemberKind.FORMER if line is None else MemberKind(line.kind)
 
     def has_removed(self, region: str) -> bool:
         """Whether a region was a member, and is none any more."""
@@ -186,24 +158,23 @@ class Roster:
         if isinstance(body, DiskNamedBody) and body.region in self.disks:
             before = self.memberships[body.region]
             folders = before.folders + (body.disk not in (NO_DISK, EXPELLED, EVICTED))
-            line = replace(before, disk=body.disk, folders=folders)
-            return Roster({**self.memberships, body.region: line}, self.changes, self.signature)
+            lines = self.memberships | {body.region: replace(before, disk=body.disk, folders=folders)}
+            return Roster(lines.values(), self.changes, self.signature)
         if isinstance(body, MembershipBody) and body.kind in KINDS:
             return self.changed(body, entry.index)
         return self
 
     def changed(self, body: MembershipBody, index: int = 0) -> Roster:
         """The roster after this change, which has one of the kinds. `index`: of its entry."""
-        kind = MemberKind(body.kind)
         if body.region == self.witness:
-            regions = {name: line for name, line in self.memberships.items() if name != body.region}
+            regions = [line for line in self.lines if line.region != body.region]
             return Roster(regions, self.changes + 1, body.signature)
-        last = self.memberships.get(body.region, Membership(kind, folders=0))
-        disk = NO_DISK if kind is MemberKind.FORMER else self.disks.get(body.region, NO_DISK)
+        last = self.memberships.get(body.region, Membership(body.region, body.kind, folders=0))
+        disk = NO_DISK if body.kind == MemberKind.FORMER else self.disks.get(body.region, NO_DISK)
         # One that comes back may be elsewhere: it has the address that it is added with, or none.
-        address = body.address if last.kind is MemberKind.FORMER else body.address or last.address
-        line = Membership(kind, disk, index, address, last.folders)
-        return Roster({**self.memberships, body.region: line}, self.changes + 1, body.signature)
+        address = body.address if last.kind == MemberKind.FORMER else body.address or last.address
+        lines = self.memberships | {body.region: Membership(body.region, body.kind, disk, index, address, last.folders)}
+        return Roster(lines.values(), self.changes + 1, body.signature)
 
     def is_split_from(self, peer_roster: Roster) -> bool:
         """Whether neither became the other: in one history each change is newer than all before."""
@@ -224,7 +195,7 @@ class Roster:
     def statement(self, run_id: str) -> bytes:
         """The words that the run's authority signs: the run, the number of changes, and each member's kind and
         address."""
-        lines = [[name, line.kind.value, line.address] for name, line in self.memberships.items()]
+        lines = [[line.region, line.kind, line.address] for line in self.lines]
         return _PREAMBLE + bytes(msgpack.packb([run_id, self.changes, lines]))
 
     def change_fault(self, body: MembershipBody) -> str:
@@ -246,7 +217,17 @@ class Roster:
 
     def loss_fault(self, region: str) -> str:
         """Say why the others can't do without the vote of a voter, or of the witness; empty if they can."""
-        return vote_fault({name: disk for name, disk in self.voter_disks.items() if name != region}, region)
+        disks = {name: disk for name, disk in self.voter_disks.items() if name != region}
+        if not disks:
+            return (
+                f"{region} is the only voter: give another one a vote first, or end the run with `diloco-node finish`"
+            )
+        quorum = majority_of(len(disks))
+        voting = [name for name, disk in disks.items() if disk not in (NO_DISK, EXPELLED)]
+        if len(voting) >= quorum:
+            return ""
+        names = ", ".join(voting) or "none"
+        return f"without {region} {quorum} of {len(disks)} voters must vote, and only {len(voting)} can: {names}"
 
     def eviction_fault(self, region: str) -> str:
         """Say why the vote of a region can't be taken for being away; empty if it can."""
@@ -268,7 +249,7 @@ class Roster:
             return f"the votes stay as they are while {self.witness} is the witness: remove it first"
         if self.witness:
             return f"{self.witness} is the witness already: remove it first"
-        voters = [name for name, line in self.memberships.items() if line.kind is MemberKind.VOTER]
+        voters = [line.region for line in self.lines if line.kind == MemberKind.VOTER]
         if len(voters) != WITNESSED:
             return f"a witness is for {WITNESSED} voters, and there are {len(voters)}: {', '.join(voters)}"
         return "" if "://" in body.address else f"a witness needs the URL of its object, not {body.address!r}"
@@ -284,24 +265,9 @@ class Roster:
         return ""
 
 
-def lines_fault(lines: Iterable[Enrolled]) -> str:
+def lines_fault(lines: Iterable[Membership]) -> str:
     """Say why these can't be the lines of a roster; empty if they can."""
     lines = tuple(lines)
     names, kinds = {line.region for line in lines}, [line.kind for line in lines]
     is_sound = len(names) == len(lines) and set(kinds) <= KINDS and kinds.count(MemberKind.WITNESS) <= 1
     return "" if is_sound else "a member is named twice, or of no kind there is"
-
-
-def vote_fault(disks: Mapping[str, bytes], region: str) -> str:
-    """Say why the others can't do without the vote of this region; empty if they can.
-
-    disks: per voter that would be left the folder that the log names.
-    """
-    if not disks:
-        return f"{region} is the only voter: give another one a vote first, or end the run with `diloco-node finish`"
-    quorum = majority_of(len(disks))
-    voting = [name for name, disk in disks.items() if disk not in (NO_DISK, EXPELLED)]
-    if len(voting) >= quorum:
-        return ""
-    names = ", ".join(voting) or "none"
-    return f"without {region} {quorum} of {len(disks)} voters must vote, and only {len(voting)} can: {names}"

@@ -21,7 +21,7 @@ from diloco_node.core.data_shards import ShardRows, TrainedRows, shard_owners
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.summary import RunSummary, ShardLife, ShardLines, ShardWait, summed_roster
 from diloco_node.core.member_kind import MembershipBody
-from diloco_node.core.types import EXPELLED, Contribution, DiskNamedBody, Entry, GenesisBody
+from diloco_node.core.types import Contribution, DiskNamedBody, Entry, GenesisBody
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -43,17 +43,6 @@ class ShardHolder:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Owners:
-    """The run and its members now."""
-
-    run_id: str
-    roster: Roster
-
-    def table(self) -> tuple[str, ...]:
-        return shard_owners(self.run_id, self.roster.names)
-
-
 def put(table: dict[K, V], key: K, value: V | None) -> None:
     """Set a key of a table; None removes it."""
     if value is None:
@@ -67,8 +56,9 @@ class ShardAccount:
 
     def __init__(self, set_key: Callable[[dict[Any, Any], Any, Any], None]) -> None:
         self._put = set_key
+        self._run_id = ""
         # With one key, so that it can be taken back; empty before genesis.
-        self._owners: dict[str, _Owners] = {}
+        self._rosters: dict[str, Roster] = {}
         self._holders: dict[int, ShardHolder] = {}
         # shard -> regions that owned it before and may train it still; never the owner now.
         self._waits: dict[int, frozenset[str]] = {}
@@ -102,19 +92,24 @@ class ShardAccount:
         """Take the next entry, before its contributions are taken."""
         body = entry.body
         if isinstance(body, GenesisBody):
-            self._put(self._owners, "now", _Owners(body.run_id, Roster({}).after(entry)))
-        elif isinstance(body, MembershipBody | DiskNamedBody) and self._owners:
-            before = self._owners["now"]
-            after = _Owners(before.run_id, before.roster.after(entry))
-            self._put(self._owners, "now", after)
-            if after.roster.names and after.roster.names != before.roster.names:
-                self._hand_over(before.table(), after)
-            if after.roster.disks.get(body.region) == EXPELLED:
+            self._run_id = body.run_id
+            self._put(self._rosters, "now", Roster().after(entry))
+        elif isinstance(body, MembershipBody | DiskNamedBody) and self._rosters:
+            before = self._rosters["now"]
+            after = before.after(entry)
+            self._put(self._rosters, "now", after)
+            if after.names and after.names != before.names:
+                self._hand_over(before, after)
+            if body.region in after.expelled:
                 self._release(body.region)
 
-    def _hand_over(self, before: tuple[str, ...], after: _Owners) -> None:
-        names = frozenset(name for name, disk in after.roster.disks.items() if disk != EXPELLED)
-        for shard, (former, owner) in enumerate(zip(before, after.table(), strict=True)):
+    def _table(self, roster: Roster) -> tuple[str, ...]:
+        """The owner of each shard."""
+        return shard_owners(self._run_id, roster.names)
+
+    def _hand_over(self, before: Roster, after: Roster) -> None:
+        names = after.disks.keys() - after.expelled
+        for shard, (former, owner) in enumerate(zip(self._table(before), self._table(after), strict=True)):
             waits = self._waits.get(shard, frozenset())
             if former == owner and owner not in waits and waits <= names:
                 continue
@@ -127,8 +122,8 @@ class ShardAccount:
         if not contribution.rows:
             self._release(contribution.learner)
             return
-        rows, owners = TrainedRows.unpacked(contribution.rows), self._owners["now"]
-        table = owners.table()
+        rows, roster = TrainedRows.unpacked(contribution.rows), self._rosters["now"]
+        table = self._table(roster)
         for item in rows.ranges:
             holder, owner = self._holders.get(item.shard), table[item.shard]
             if item.start == item.stop and not self._may_train(contribution.learner, item.shard, owner):
@@ -138,7 +133,7 @@ class ShardAccount:
             is_own = holder is not None and (holder.learner, holder.incarnation) == _life(contribution)
             start = holder.start if is_own and holder is not None else item.start
             self._put(self._holders, item.shard, ShardHolder(*_life(contribution), start, item.stop))
-        if rows.changes == owners.roster.changes:
+        if rows.changes == roster.changes:
             self._release(contribution.learner)
 
     def _may_train(self, region: str, shard: int, owner: str) -> bool:
@@ -160,14 +155,14 @@ class ShardAccount:
             return f"rows of {name}: {error}"
         if self.is_ahead(contribution):
             return f"{name} goes by change {rows.changes} of the members, which has not been made"
-        table = self._owners["now"].table()
+        table = self._table(self._rosters["now"])
         faults = (self._range_fault(contribution, item, table[item.shard]) for item in rows.ranges)
         return next((fault for fault in faults if fault), "")
 
     def is_ahead(self, contribution: Contribution) -> bool:
         """Whether a contribution goes by a change of the members that is not made here: it may be made elsewhere."""
-        owners = self._owners.get("now")
-        return bool(contribution.rows) and (owners is None or contribution.rows[0] > owners.roster.changes)
+        roster = self._rosters.get("now")
+        return bool(contribution.rows) and (roster is None or contribution.rows[0] > roster.changes)
 
     def conflict(self, contribution: Contribution, rival: Contribution) -> str:
         """Return why a contribution can't be merged beside a rival, whichever is first; empty if it can."""
@@ -180,7 +175,8 @@ class ShardAccount:
     def _after(self, contribution: Contribution) -> ShardAccount:
         """The account if this was committed."""
         after = ShardAccount(put)
-        after._owners, after._holders, after._waits = self._owners, dict(self._holders), dict(self._waits)
+        after._run_id, after._rosters = self._run_id, self._rosters
+        after._holders, after._waits = dict(self._holders), dict(self._waits)
         after.include(contribution)
         return after
 
@@ -225,7 +221,7 @@ class ShardAccount:
     def restore(self, summary: RunSummary) -> None:
         """Go on from a summary."""
         if summary.genesis:
-            self._owners = {"now": _Owners(summary.genesis[0].run_id, summed_roster(summary))}
+            self._run_id, self._rosters = summary.genesis[0].run_id, {"now": summed_roster(summary)}
         self._holders = {
             shard: ShardHolder(line.learner, line.incarnation, start, stop)
             for lines in summary.shards

@@ -25,7 +25,7 @@ import msgpack
 from diloco_node.core.bounds import SUMMARY_BYTES_MAX
 from diloco_node.core.ledger.entries import canonical_codec
 from diloco_node.core.ledger.roster import Roster, lines_fault
-from diloco_node.core.member_kind import Enrolled
+from diloco_node.core.member_kind import Membership
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.shapes import LEFT_OUT, OutOfBounds
 from diloco_node.core.types import Entry, FinishedBody, GenesisBody, LedgerBase, SnapshotBody
@@ -63,7 +63,11 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Included:
-    """The newest inclusion of a learner in a fragment; see `account.LastInclusion`."""
+    """The newest committed round of a fragment that included a learner.
+
+    version: that the round made. snapshot: the learner's number for it. step_to: its step. tokens_to: of the
+    incarnation.
+    """
 
     learner: str
     fragment: int
@@ -153,7 +157,7 @@ class RunSummary:
     rounds_committed: int
     joined: tuple[Joined, ...]
     recent: tuple[bytes, ...] = ()
-    members: tuple[Enrolled, ...] = ()
+    members: tuple[Membership, ...] = ()
     changes: int = 0
     signature: bytes = b""
     revocations: tuple[bytes, ...] = ()
@@ -211,12 +215,12 @@ def summed_roster(summary: RunSummary) -> Roster:
     if not summary.members:
         genesis = summary.genesis[0]
         return Roster.of_voters(genesis.regions, dict(zip(genesis.regions, genesis.disks, strict=True)))
-    return Roster.of_lines(summary.members, summary.changes, summary.signature)
+    return Roster(summary.members, summary.changes, summary.signature)
 
 
 def roster_at(summary: RunSummary | None, entries: Iterable[Entry]) -> Roster:
     """The members at the last of these entries, which follow the summary."""
-    roster = Roster({}) if summary is None else summed_roster(summary)
+    roster = Roster() if summary is None else summed_roster(summary)
     for entry in entries:
         roster = roster.after(entry)
     return roster

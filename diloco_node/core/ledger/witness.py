@@ -114,15 +114,11 @@ class WitnessRecord:
     def entry_of(self, fragment: int, version: int, digest: bytes) -> bytes:
         """The hash of the entry of a round; empty if the tail does not have it."""
         name = (fragment, version, digest)
-        return next(
-            (
-                entry.hash
-                for entry in self.entries
-                if isinstance(entry.body, RoundBody)
-                and (entry.body.fragment, entry.body.version, entry.body.payload_digest) == name
-            ),
-            b"",
+        rounds = ((entry.hash, entry.body) for entry in self.entries if isinstance(entry.body, RoundBody))
+        hashes = (
+            entry_hash for entry_hash, body in rounds if (body.fragment, body.version, body.payload_digest) == name
         )
+        return next(hashes, b"")
 
     def hash_at(self, index: int) -> bytes:
         """The hash of an entry from the base on; ZERO_HASH of any other."""
@@ -213,11 +209,7 @@ def _follow(record: WitnessRecord, peer: str, term: int) -> tuple[WitnessRecord,
 
 
 def _append(
-    record: WitnessRecord,
-    peer: str,
-    request: AppendEntries,
-    has_payload: Callable[[Entry], bool],
-    tail_max: int,
+    record: WitnessRecord, peer: str, request: AppendEntries, has_payload: Callable[[Entry], bool], tail_max: int
 ) -> WitnessAnswer:
     record, is_leader = _follow(record, peer, request.term)
     if not is_leader or fault_in(request):
@@ -275,10 +267,8 @@ def _begin(record: WitnessRecord, peer: str, message: BaseSent) -> WitnessAnswer
             base = LedgerBase(message.index, message.base_term, message.hash, b"")
             record = replace(record, base=base, entries=())
         record = replace(record, commit_index=max(record.commit_index, message.index))
-    base = record.base
-    return WitnessAnswer(
-        record, AppendEntriesReply(record.term, message.sequence, True, base.index, base.hash, record.disk)
-    )
+    reply = AppendEntriesReply(record.term, message.sequence, True, record.base.index, record.base.hash, record.disk)
+    return WitnessAnswer(record, reply)
 
 
 def _tail_after(record: WitnessRecord, index: int) -> WitnessRecord:
@@ -291,30 +281,15 @@ def _tail_after(record: WitnessRecord, index: int) -> WitnessRecord:
 
 
 def _refusal(record: WitnessRecord, sequence: int, index: int) -> WitnessAnswer:
-    return WitnessAnswer(
-        record, AppendEntriesReply(record.term, sequence, False, max(0, index), ZERO_HASH, record.disk)
-    )
+    reply = AppendEntriesReply(record.term, sequence, False, max(0, index), ZERO_HASH, record.disk)
+    return WitnessAnswer(record, reply)
 
 
 def encode_record(record: WitnessRecord) -> bytes:
     """The record as the bytes of the object."""
-    base = record.base
-    return bytes(
-        msgpack.packb(
-            [
-                FORMAT,
-                record.run_id,
-                record.disk,
-                record.writes,
-                record.term,
-                record.voted_for,
-                record.leader,
-                [base.index, base.term, base.hash],
-                record.commit_index,
-                [record.encode(entry) for entry in record.entries],
-            ]
-        )
-    )
+    names, base = [FORMAT, record.run_id, record.disk, record.writes], record.base
+    state = [record.term, record.voted_for, record.leader, [base.index, base.term, base.hash], record.commit_index]
+    return bytes(msgpack.packb([*names, *state, [record.encode(entry) for entry in record.entries]]))
 
 
 def decode_record(data: bytes | memoryview) -> WitnessRecord:

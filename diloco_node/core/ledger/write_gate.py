@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from diloco_node.core.events import Effect, Note, PersistLedger, Send
+from diloco_node.core.events import Effect, Note, Send
 from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.messages import Message
 
@@ -21,19 +21,19 @@ class WriteGate:
     def __init__(self) -> None:
         self._token = 0
         self._persisted_token = 0
+        # Of the write that has the newest term and vote, done or to come.
         self._hard_token = 0
-        self._is_hard_dirty = False
         self._pending: list[Send] = []
         self._notes: list[Note] = []
 
     @property
     def is_hard_durable(self) -> bool:
         """Term and vote are on disk as they are now."""
-        return not self._is_hard_dirty and self._hard_token <= self._persisted_token
+        return self._hard_token <= self._persisted_token
 
     def change_hard_state(self) -> None:
         """Term or vote have changed."""
-        self._is_hard_dirty = True
+        self._hard_token = self._token + 1
 
     def on_persisted(self, token: int) -> None:
         """The write is done, and all before it."""
@@ -51,15 +51,9 @@ class WriteGate:
         """Notes, one write if something changed, and the messages that may leave."""
         effects: list[Effect] = list(self._notes)
         self._notes.clear()
-        if self._is_hard_dirty or log.is_dirty:
+        if self._hard_token > self._token or log.is_dirty:
             self._token += 1
-            change = log.take_change(self._token)
-            effects.append(
-                PersistLedger(self._token, term, voted_for, change.truncate_from, change.entries, change.base)
-            )
-            if self._is_hard_dirty:
-                self._hard_token = self._token
-                self._is_hard_dirty = False
+            effects.append(log.take_change(self._token, term, voted_for))
         if self.is_hard_durable:
             effects += self._pending
             self._pending.clear()

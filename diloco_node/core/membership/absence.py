@@ -38,10 +38,8 @@ class Absence:
     def watch(self, hearing: Liveness, *, now_ns: int) -> None:
         """Note who is there. A process that stood still begins anew."""
         if now_ns - self._watched_ns >= EVICT_AFTER_NS // 2:
-            self._since_ns.clear()
-            self._heard_ns.clear()
-            self._returned_ns.clear()
-            self._present_ns.clear()
+            for times in (self._since_ns, self._heard_ns, self._returned_ns, self._present_ns):
+                times.clear()
         self._watched_ns = now_ns
         for name in hearing.others:
             since_ns = self._since_ns.setdefault(name, now_ns)

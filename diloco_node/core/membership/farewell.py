@@ -62,15 +62,13 @@ class Farewell:
         A signed list that can't come from the same history is of another run: nothing of it counts, not even that this
         region was removed there. An operator decides which run goes on.
         """
-        changes, ledger = message.changes, self._ledger
-        own = self._own_roster
-        own_changes = own.changes
-        is_old = changes <= max(own_changes, ledger.newer_roster.changes)
-        is_old = is_old or (own_changes == 0 and changes < self.joined)
         if self.reason or lines_fault(message.members):
             return
-        roster = Roster.of_lines(message.members, changes, message.signature)
-        is_split = own_changes > 0 and changes > 0 and own.is_split_from(roster)
+        changes, ledger, own = message.changes, self._ledger, self._own_roster
+        roster = Roster(message.members, changes, message.signature)
+        known_changes = max(own.changes, ledger.newer_roster.changes)
+        is_old = changes <= known_changes or (own.changes == 0 and changes < self.joined)
+        is_split = own.changes > 0 and changes > 0 and own.is_split_from(roster)
         if peer in self._splits and not is_split and not self._roster_fault(roster):  # emptied, and added to this run
             _, text = self._splits.pop(peer)
             if ledger.contradictions.get(peer) == text:

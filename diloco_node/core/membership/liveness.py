@@ -47,7 +47,7 @@ _RTT_SHIFT: Final = 3
 
 @dataclass(slots=True)
 class _Peer:
-    """Knowledge of one other region.
+    """Knowledge of one region.
 
     Attributes:
         cadence: of its heartbeats; nothing was heard since the link was down.
@@ -55,6 +55,7 @@ class _Peer:
         linked_at: of ours, the last one when its link last changed: those before are none that it leaves unread.
         old_in_a_row: heartbeats since with lower numbers.
         rtt_ns: moving average; 0 while unknown.
+        stepped_at_ns: when the learner's step was first seen; None without a learner.
         news: in the last heartbeat to it; see `Liveness._news`.
     """
 
@@ -67,6 +68,7 @@ class _Peer:
     rtt_ns: int = 0
     hears: tuple[str, ...] = ()
     learner: LearnerStatus | None = None
+    stepped_at_ns: int | None = None
     applied_index: int = 0
     budget: RateLimits = NO_LIMITS
     is_leaving: bool = False
@@ -88,14 +90,7 @@ class Liveness:
         patience: factor on how long the others may be silent: terms came to nothing (`LedgerState.patience`).
     """
 
-    def __init__(
-        self,
-        *,
-        region: str,
-        regions: tuple[str, ...],
-        heartbeat_ns: int,
-        effects: EffectBuffer,
-    ) -> None:
+    def __init__(self, *, region: str, regions: tuple[str, ...], heartbeat_ns: int, effects: EffectBuffer) -> None:
         self._region = region
         self.is_leaving = False
         self.folder: FolderLife | None = None
@@ -110,8 +105,8 @@ class Liveness:
         self._heartbeat_ns = heartbeat_ns
         # The floor of how long a region may be silent; it grows with `spread`.
         self.silent_ns = SILENT_HEARTBEATS * heartbeat_ns
-        # Per region (incarnation, step, when that step was first seen); none without a learner.
-        self._stepped: dict[str, tuple[int, int, int]] = {}
+        # Of this region only learner and budget are of use, as the next heartbeat reports them.
+        self._own = _Peer(Cadence(self.silent_ns))
         # All regions, this one too, sorted; the others among them.
         self._regions: tuple[str, ...] = ()
         self._peers: dict[str, _Peer] = {}
@@ -124,10 +119,6 @@ class Liveness:
         self.sequence = 0
         # By number: when a heartbeat left.
         self._sent_at_ns: dict[int, int] = {}
-        # This region's learner, as the next heartbeat reports it.
-        self._own_learner: LearnerStatus | None = None
-        # As the next heartbeat reports it.
-        self._own_budget = NO_LIMITS
 
     def follow(self, regions: Iterable[str]) -> None:
         """These are the regions from now on: forget who has gone, and wait for who has come."""
@@ -140,13 +131,11 @@ class Liveness:
             # Heartbeats are rarer or more frequent now: what was learnt of their gaps is of no use.
             heard_at_ns, peer.cadence = peer.cadence.heard_at_ns, Cadence(silent_ns)
             peer.cadence.heard_at_ns = heard_at_ns
-        for name in self._peers.keys() - peers.keys():
-            self._stepped.pop(name, None)
         self._peers, self.silent_ns = peers, silent_ns
 
     def _peer(self, region: str) -> _Peer:
-        """Knowledge of another region; of one that is no member, there is none."""
-        return self._peers.get(region) or _Peer(Cadence(self.silent_ns))
+        """Knowledge of a region; of one that is no member, there is none."""
+        return self._own if region == self._region else self._peers.get(region) or _Peer(Cadence(self.silent_ns))
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """A lost link is silence at once; a new one may lead to a new process, which counts from one again."""
@@ -196,18 +185,16 @@ class Liveness:
         state.applied_index, state.budget = beat.applied_index, beat.budget
         state.is_leaving = beat.leaving or (beat.learner is not None and beat.learner.leaving)
         self._measure_rtt(state, beat, now_ns)
-        self._set_learner(peer, beat.learner, now_ns)
-        state.learner = beat.learner
+        _set_learner(state, beat.learner, now_ns)
         return True
 
     def own_learner(self, status: LearnerStatus | None, *, now_ns: int) -> None:
         """This region's learner reported, came or went."""
-        self._set_learner(self._region, status, now_ns)
-        self._own_learner = status
+        _set_learner(self._own, status, now_ns)
 
     def own_budget(self, limits: RateLimits) -> None:
         """Set the limits of this region's traffic from now on; the next heartbeat reports them."""
-        self._own_budget = limits
+        self._own.budget = limits
 
     def next_receiver(self, leader: str, applied_index: int, *, is_last: bool, now_ns: int) -> str | None:
         """Take turns: choose who gets the next regular heartbeat; None is everybody, "" is nobody.
@@ -221,9 +208,9 @@ class Liveness:
 
     def _news(self, applied_index: int, hears: tuple[str, ...]) -> tuple[object, ...]:
         """Return what the leader should know with the next heartbeat: all but echoes, digests, steps, folder."""
-        own = self._own_learner
+        own = self._own.learner
         learner = None if own is None else (own.incarnation, own.positions, own.finished, own.leaving)
-        return (hears, learner, applied_index, self._own_budget, self.is_leaving)
+        return (hears, learner, applied_index, self._own.budget, self.is_leaving)
 
     def beat(
         self, *, applied_index: int, digests: tuple[FragmentDigest, ...], now_ns: int, only_to: str | None = None
@@ -252,10 +239,10 @@ class Liveness:
                     peer.sequence,
                     delay_ns,
                     hears,
-                    self._own_learner,
+                    self._own.learner,
                     applied_index,
                     digests,
-                    self._own_budget,
+                    self._own.budget,
                     self.is_leaving,
                     self.folder,
                 )
@@ -301,16 +288,15 @@ class Liveness:
 
     def learner(self, region: str) -> LearnerStatus | None:
         """The last status of the region's learner; None if there is no learner."""
-        return self._own_learner if region == self._region else self._peer(region).learner
+        return self._peer(region).learner
 
     def stepped_at_ns(self, region: str) -> int | None:
         """When the region's learner was last seen to have made a step (or to have attached); None if there is none."""
-        step = self._stepped.get(region)
-        return None if step is None else step[2]
+        return self._peer(region).stepped_at_ns
 
     def budget(self, region: str) -> RateLimits:
         """The ceilings that a region reported last; none before it did."""
-        return self._own_budget if region == self._region else self._peer(region).budget
+        return self._peer(region).budget
 
     def applied_index(self, region: str) -> int:
         """The last ledger entry that another region reports as applied."""
@@ -322,7 +308,7 @@ class Liveness:
 
     def rtt_ns(self, region: str) -> int:
         """Round-trip time; 0 if unknown, and to itself."""
-        return 0 if region == self._region else self._peer(region).rtt_ns
+        return self._peer(region).rtt_ns
 
     def hears_claimed(self, region: str) -> tuple[str, ...]:
         """Return the regions that another region reports to hear, by its last heartbeat."""
@@ -338,10 +324,10 @@ class Liveness:
         sample_ns = min(sample_ns, RTT_NS_MAX)
         state.rtt_ns = sample_ns if state.rtt_ns == 0 else state.rtt_ns + ((sample_ns - state.rtt_ns) >> _RTT_SHIFT)
 
-    def _set_learner(self, region: str, status: LearnerStatus | None, now_ns: int) -> None:
-        if status is None:
-            self._stepped.pop(region, None)
-            return
-        step = self._stepped.get(region)
-        if step is None or step[:2] != (status.incarnation, status.step):
-            self._stepped[region] = (status.incarnation, status.step, now_ns)
+
+def _set_learner(state: _Peer, status: LearnerStatus | None, now_ns: int) -> None:
+    before, state.learner = state.learner, status
+    if status is None:
+        state.stepped_at_ns = None
+    elif before is None or (before.incarnation, before.step) != (status.incarnation, status.step):
+        state.stepped_at_ns = now_ns

@@ -15,18 +15,16 @@ from collections.abc import Callable
 from typing import Final
 
 from diloco_node.core.bounds import REVOKED
-from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect
 from diloco_node.core.ledger.disks import expulsion_fault
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.membership import member_change
-from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.rounds.claim_limits import is_plausible_incarnation
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.extension import WAY_ON, lasting_end
-from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import EVICTED, EXPELLED, DiskNamedBody, FolderLife, RevokedBody
@@ -72,8 +70,9 @@ class SettingsChange:
     their ballots, and puts the settings behind them. Merges go on when they are committed.
     """
 
-    def __init__(self, ledger: LedgerCore, history: RoundHistory, merges: RoundLeader) -> None:
-        self._ledger, self._history, self._merges = ledger, history, merges
+    def __init__(self, context: RoundContext, ledger: LedgerCore, merges: RoundLeader) -> None:
+        self._history, self._effects = context.history, context.effects
+        self._ledger, self._merges = ledger, merges
         # Ordered, and not in the ledger yet.
         self._body: SettingsBody | None = None
         # Merges are held for it until then, at most.
@@ -103,16 +102,16 @@ class SettingsChange:
             return "the run has these settings already"
         return body.fault(len(self._history.roster.names), settings.heartbeat_ns)
 
-    def carry_out(self, body: SettingsBody, effects: EffectBuffer, *, now_ns: int) -> list[Effect]:
+    def carry_out(self, body: SettingsBody, *, now_ns: int) -> list[Effect]:
         """Begin to carry out an order, if it still can be; what the ledger wants for it."""
         if fault := self.order_fault(body):
-            effects.note("settings", f"an operator changes the settings: refused, {fault}", is_alarm=True)
+            self._effects.note("settings", f"an operator changes the settings: refused, {fault}", is_alarm=True)
             return []
         deadlines_ns = (round_.deadline_ns for round_ in self._merges.rounds.values() if round_.decision is not None)
         self._body, self._limit_ns = body, HOLD_NS + max(deadlines_ns, default=now_ns)
-        return self.advance(effects, now_ns=now_ns)
+        return self.advance(now_ns=now_ns)
 
-    def advance(self, effects: EffectBuffer, *, now_ns: int) -> list[Effect]:
+    def advance(self, *, now_ns: int) -> list[Effect]:
         """Put the settings that wait into the ledger once no merge is in the way; what the ledger wants for it."""
         body = self._body
         if body is None:
@@ -127,7 +126,7 @@ class SettingsChange:
         wishes = [] if fault else self._ledger.propose(body, now_ns=now_ns)
         if self._ledger.last_index == last_index:
             self._merges.go_on(now_ns=now_ns)
-            effects.note("settings", f"the settings stay: {fault or 'the ledger refuses others'}", is_alarm=True)
+            self._effects.note("settings", f"the settings stay: {fault or 'the ledger refuses others'}", is_alarm=True)
         self._index = self._ledger.last_index
         return wishes
 
@@ -136,46 +135,39 @@ class DiskReplacement:
     """The leader's side: which change of the view is due. Asked with each heartbeat."""
 
     def __init__(
-        self,
-        ledger: LedgerCore,
-        history: RoundHistory,
-        rounds: RoundLeader,
-        *,
-        heartbeat_ns: int,
-        roster_fault: Callable[[Roster], str],
+        self, context: RoundContext, ledger: LedgerCore, rounds: RoundLeader, roster_fault: Callable[[Roster], str]
     ) -> None:
         # See `EntryCheck`.
         self._roster_fault = roster_fault
-        self._settings = SettingsChange(ledger, history, rounds)
-        self._ledger = ledger
-        self._history = history
-        self._rounds = rounds
+        self._settings = SettingsChange(context, ledger, rounds)
+        self._ledger, self._rounds = ledger, rounds
+        self._history, self._liveness, self._effects = context.history, context.liveness, context.effects
         # The order by which a region leaves that an open round still has, until when it waits at most.
         self._departure: EntryOrdered | None = None
         self._departure_limit_ns: int | None = None
-        self._rest_ns = REST_HEARTBEATS * heartbeat_ns
+        self._rest_ns = REST_HEARTBEATS * context.settings.heartbeat_ns
         self._named_at_ns: dict[str, int] = {}
         self.commit_index_before = 0
         # Of the entry of the last order; the next order waits until it is committed.
         self._ordered_index = 0
 
-    def hear(self, peer: str, folder: FolderLife | None, effects: EffectBuffer) -> None:
+    def hear(self, peer: str, folder: FolderLife | None) -> None:
         """Take what a region tells of its folder, and say so if it is an older copy."""
         if reason := self._ledger.hear(peer, folder) if folder is not None else "":
             answer = "counts no more until it has caught up"
             if not self._ledger.folders.is_older(peer):
                 answer = "counts all the same, for the others are too few"
             text = f"the folder of {peer} is an older copy: {reason}; it {answer}; never put a copy in its place"
-            effects.note("disk", text, is_alarm=True)
+            self._effects.note("disk", text, is_alarm=True)
 
-    def propose(self, effects: EffectBuffer, liveness: Liveness, *, now_ns: int) -> list[Effect]:
+    def propose(self, *, now_ns: int) -> list[Effect]:
         """Put the change that is due into the ledger, and say so; what the ledger wants for it."""
-        if wishes := self._settings.advance(effects, now_ns=now_ns):
+        if wishes := self._settings.advance(now_ns=now_ns):
             return wishes
         departure, self._departure = self._departure, None
         if departure is not None:
-            return self.carry_out(departure, effects, liveness, now_ns=now_ns)
-        due = self.due(now_ns=now_ns) or self._eviction(liveness, now_ns=now_ns)
+            return self.carry_out(departure, now_ns=now_ns)
+        due = self.due(now_ns=now_ns) or self._eviction(now_ns)
         if due is None:
             return []
         news = f"the folder of {due.region} is now {due.disk.hex()}"
@@ -183,17 +175,17 @@ class DiskReplacement:
             news = f"{due.region} is away for long: it has no vote from now on, until it is back and has caught up"
         elif not due.disk:
             news = f"the folder of {due.region} is lost: another one is there, or an older copy"
-        effects.note("disk", news, is_alarm=due.disk in (b"", EVICTED))
+        self._effects.note("disk", news, is_alarm=due.disk in (b"", EVICTED))
         return self._ledger.propose(due, now_ns=now_ns)
 
-    def order_fault(self, order: EntryOrdered, liveness: Liveness, *, now_ns: int) -> str:
+    def order_fault(self, order: EntryOrdered, *, now_ns: int) -> str:
         """Say why an operator's order can't be carried out here and now, with the remedy; empty if it can."""
         ledger, disks, body = self._ledger, self._ledger.disks, order.body
         if isinstance(body, SettingsBody):
             return self._settings.order_fault(body)
         if lasting_end(self._history.finished, self._history.settings) and not isinstance(body, RevokedBody):
             return RUN_IS_OVER
-        fault, alive = "", liveness.alive(now_ns=now_ns)
+        fault, alive = "", self._liveness.alive(now_ns=now_ns)
         if not disks.has_view:
             is_witness = isinstance(body, MembershipBody) and body.kind == MemberKind.WITNESS
             remedy = "give the order again once it has" if is_witness else "leave the region out of run.toml"
@@ -202,7 +194,7 @@ class DiskReplacement:
             # Only who leads hears all the others.
             leader, is_forced = ledger.leader, order.is_forced
             fault = member_change.order_fault(body, disks.roster, leader=leader, alive=alive, is_forced=is_forced)
-            fault = fault or self._promotion_fault(body, liveness, now_ns)
+            fault = fault or self._promotion_fault(body, now_ns)
             fault = fault if ledger.is_settled else ""
         else:
             fault = self._order_fault(body, is_cut_off=order.is_cut_off)
@@ -218,9 +210,9 @@ class DiskReplacement:
         fault = expulsion_fault(voters, body.region, there) if order.is_cut_off else ""
         return fault and f"{fault}{_renewal(body.region) * isinstance(body, RevokedBody)}"
 
-    def _promotion_fault(self, body: MembershipBody, liveness: Liveness, now_ns: int) -> str:
+    def _promotion_fault(self, body: MembershipBody, now_ns: int) -> str:
         """Say which voters that are there a region does not hear, or that don't hear it; empty if it may vote."""
-        region, voters = body.region, self._ledger.disks.roster.voters
+        region, voters, liveness = body.region, self._ledger.disks.roster.voters, self._liveness
         if body.kind != MemberKind.VOTER or not liveness.is_alive(region, now_ns=now_ns):
             return ""
         apart = [
@@ -250,7 +242,7 @@ class DiskReplacement:
         is_lifted = body.disk != EXPELLED
         if body.region not in self._ledger.disks.roster.disks:
             return f"{body.region} is no member of the run"
-        if (body.region in self._ledger.disks.expelled) is not is_lifted:
+        if (body.region in self._ledger.disks.roster.expelled) is not is_lifted:
             return f"{body.region} is {'not expelled' if is_lifted else 'expelled already'}"
         if body.region == self._ledger.disks.roster.witness:
             return f"{body.region} is the witness: remove it, `diloco-node members remove {body.region}`"
@@ -270,11 +262,11 @@ class DiskReplacement:
             return f"{body.region} leads with this certificate{_renewal(body.region)}"
         return ""
 
-    def carry_out(self, order: EntryOrdered, effects: EffectBuffer, liveness: Liveness, *, now_ns: int) -> list[Effect]:
+    def carry_out(self, order: EntryOrdered, *, now_ns: int) -> list[Effect]:
         """Put an operator's order into the ledger, if it still can be; what the ledger wants for it."""
         if isinstance(order.body, SettingsBody):
-            return self._settings.carry_out(order.body, effects, now_ns=now_ns)
-        fault, body = self.order_fault(order, liveness, now_ns=now_ns), order.body
+            return self._settings.carry_out(order.body, now_ns=now_ns)
+        fault, body = self.order_fault(order, now_ns=now_ns), order.body
         if not fault and isinstance(body, MembershipBody) and body.kind == MemberKind.FORMER:
             fault = self._wait_for_rounds(order, body.region, now_ns)
             if self._departure is not None:
@@ -283,7 +275,7 @@ class DiskReplacement:
             self._departure_limit_ns = None
             if fault or not isinstance(body, MembershipBody) or body.kind != MemberKind.FORMER:
                 self._rounds.let_go("")
-        effects.note("disk", f"an operator {_words(body)}{fault and f': refused, {fault}'}", is_alarm=True)
+        self._effects.note("disk", f"an operator {_words(body)}{fault and f': refused, {fault}'}", is_alarm=True)
         if fault and isinstance(body, MembershipBody) and body.region == self._ledger.leader:
             return self._ledger.transfer_leadership("an operator changes its membership", now_ns=now_ns)
         if fault:
@@ -303,15 +295,16 @@ class DiskReplacement:
             return ""
         return f"an open round has had {region} all the time: look at `status`, and order it again"
 
-    def _eviction(self, liveness: Liveness, *, now_ns: int) -> DiskNamedBody | None:
+    def _eviction(self, now_ns: int) -> DiskNamedBody | None:
         """The voter whose vote is to be taken, for nobody has heard of it for long; None when none is."""
         ledger, disks = self._ledger, self._ledger.disks
         if not ledger.is_settled or max(disks.last_change_index, self._ordered_index) > ledger.cluster_commit_index:
             return None
         roster = disks.roster
         voters = [name for name in roster.voters if not roster.eviction_fault(name)]
-        liveness.absence.watch(liveness, now_ns=now_ns)  # since the last heartbeat to all it may have come back
-        region = liveness.absence.longest(voters, now_ns=now_ns) if disks.has_view else ""
+        absence = self._liveness.absence
+        absence.watch(self._liveness, now_ns=now_ns)  # since the last heartbeat to all it may have come back
+        region = absence.longest(voters, now_ns=now_ns) if disks.has_view else ""
         return DiskNamedBody(region, EVICTED) if region else None
 
     def due(self, *, now_ns: int) -> DiskNamedBody | None:
@@ -322,7 +315,7 @@ class DiskReplacement:
             return None
         for region, disk in sorted(ledger.reported_disks.items()):
             named_disk = disks.disk_of(region)
-            if (disk == named_disk and not ledger.folders.is_older(region)) or region in disks.expelled:
+            if (disk == named_disk and not ledger.folders.is_older(region)) or region in disks.roster.expelled:
                 continue
             if now_ns - self._named_at_ns.get(region, now_ns - self._rest_ns) < self._rest_ns:
                 continue

@@ -51,7 +51,7 @@ def past_versions(
     else:
         account.restore(summary, base_index)
         versions = list(summary.versions)
-    number, roster = min(versions), Roster({}) if summary is None else summed_roster(summary)
+    number, roster = min(versions), Roster() if summary is None else summed_roster(summary)
     for entry in entries:
         roster = roster.after(entry)
         account.take(entry)

@@ -14,7 +14,6 @@ from diloco_node.core.ledger.summary import Joined, RunSummary, summed_roster
 from diloco_node.core.merge.outliers import RecentRounds, recent_after
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import (
-    EXPELLED,
     Contribution,
     DiscardedBody,
     Entry,
@@ -80,7 +79,7 @@ class RoundHistory:
         snapshots: the states whose digests are in the ledger.
         roster: the members, by the committed entries; before genesis the founders.
         followers: called with the names of the members when the roster changes.
-        expelled: regions whose folder is `EXPELLED`. revocations: certificates, by SHA-256.
+        revocations: certificates, by SHA-256.
         rounds_committed: over all fragments. rounds_included: per learner.
         recent: per fragment, its last rounds: how long an outer gradient usually is.
     """
@@ -105,7 +104,6 @@ class RoundHistory:
         self.rounds_included: dict[str, int] = {}
         self.roster = Roster.of_voters(founders)
         self.followers: tuple[Callable[[tuple[str, ...]], None], ...] = ()
-        self.expelled: frozenset[str] = frozenset()
         self.revocations: frozenset[bytes] = frozenset()
         # Per fragment the version of the run's last round; -1: it was not held yet.
         self._last_rounds = [-1] * fragments
@@ -153,7 +151,6 @@ class RoundHistory:
         self.roster = roster
         for follow in self.followers:
             follow(roster.names)
-        self.expelled = frozenset(region for region, disk in self.roster.disks.items() if disk == EXPELLED)
 
     def sum_up(self) -> RunSummary:
         """Sum up all entries so far. It closes old incarnations: every region does it after the same entry."""

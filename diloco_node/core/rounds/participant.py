@@ -30,6 +30,7 @@ from diloco_node.core.messages import (
     LeftOut,
     MergeDecided,
     MergedReceived,
+    MergedStripe,
     Receipt,
     StripesReceived,
 )
@@ -267,20 +268,12 @@ class RoundParticipant:
             ballot = round_.ballot
             if ballot is not None and ballot.number == event.ballot and event.stripe in ballot.sum_orders:
                 ballot.reductions[event.stripe] = event
+                name = (event.ballot, event.stripe, ballot.announcement.fragment, ballot.announcement.version)
                 stripe = ballot.announcement.stripes[event.stripe]
+                header = MergedStripe(*name, event.digest, stripe.block_start, stripe.block_stop)
+                peers = tuple(region for region in self._context.regions if region != self._region)
                 self._effects.send(ballot.leader, ballot.report_of(event))
-                self._effects.emit(
-                    SendMerged(
-                        event.ballot,
-                        event.stripe,
-                        ballot.announcement.fragment,
-                        ballot.announcement.version,
-                        event.digest,
-                        stripe.block_start,
-                        stripe.block_stop,
-                        tuple(name for name in self._context.regions if name != self._region),
-                    )
-                )
+                self._effects.emit(SendMerged(header, peers))
 
     def payload_stored(self, event: PayloadStored) -> None:
         """Tell the leader that a payload is on disk, if it is the one of the current ballot."""

@@ -170,7 +170,7 @@ class RunEnd:
         end = self.end
         if end is not None and not self._is_writing and tuple(self._versions.applied) == end.versions:
             self._is_writing = True
-            self._effects.emit(WriteFinal(end.versions))
+            self._effects.emit(WriteFinal())
             self.stop_learner()
 
     def learner_attached(self, incarnation: int) -> None:

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from diloco_node.core.bounds import ADDRESS_BYTES
 from diloco_node.core.ledger.disks import DiskView
-from diloco_node.core.ledger.roster import KINDS, Membership, Roster
-from diloco_node.core.member_kind import MemberKind, MembershipBody
+from diloco_node.core.ledger.roster import KINDS, Roster
+from diloco_node.core.member_kind import MemberKind, Membership, MembershipBody
 from diloco_node.core.membership.member_change import tolerance
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.shapes import REGION_PATTERN
@@ -80,7 +80,7 @@ def members_document(disks: DiskView, signs: MemberSigns) -> dict[str, Any]:
         "rows": [
             {
                 "region": name,
-                "kind": line.kind.value,
+                "kind": line.kind,
                 "since": line.since,
                 "since_unix": signs.since_unix.get(name),
                 "address": line.address,
@@ -104,9 +104,9 @@ def _tolerance(disks: DiskView, signs: MemberSigns) -> str:
 
 def _state(name: str, line: Membership, signs: MemberSigns, *, has_folder: bool) -> str:
     """Say whether a member is there, and what it waits for."""
-    if line.kind is MemberKind.FORMER:
+    if line.kind == MemberKind.FORMER:
         return "removed"
-    if line.kind is MemberKind.WITNESS:
+    if line.kind == MemberKind.WITNESS:
         fault = f"away: {signs.witness_fault}" if signs.witness_fault else "there"
         return fault if has_folder else f"{fault}; no vote until both regions have its object in their log"
     if line.disk == EXPELLED:
@@ -115,7 +115,7 @@ def _state(name: str, line: Membership, signs: MemberSigns, *, has_folder: bool)
         return "away too long: it has no vote until it is back"
     if not has_folder and line.since:  # before genesis no folder counts
         return _lack(name, signs)
-    there = "there, ready for a vote" if line.kind is MemberKind.CONTRIBUTOR else "there"
+    there = "there, ready for a vote" if line.kind == MemberKind.CONTRIBUTOR else "there"
     if name not in {*signs.heard, signs.region}:
         there = f"there, but not heard by {signs.region}"
     return there if name in signs.there else "away"

@@ -117,7 +117,7 @@ def region_status(
 ) -> dict[str, Any]:
     """The status document: plain values only, ready for JSON, all texts fit to be shown."""
     traffic, links = transport.traffic(), transport.peer_status()
-    ratios = {share.learner: share.ratio for share in view.participation}
+    ratios = dict(view.participation)
     facts = learner.facts
     digests = [digest for version, digest in view.digests]
     is_hashed = all(

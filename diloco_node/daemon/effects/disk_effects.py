@@ -95,7 +95,7 @@ class DiskEffects(EffectContext):
                 digests.append(await self.writes.until_written("Theta_0", self.files, write))
             if version_area.generation != generation:
                 return  # it may have been written over while it was read; the next learner lays down its own
-            self.post(ev.InitialStateStored(manifest.digest, tuple(digests)))
+            self.post(ev.InitialStateStored(tuple(digests)))
             version_area.release_initial()
 
     def forget_fetched_initial(self) -> bool:

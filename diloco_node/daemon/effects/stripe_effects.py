@@ -175,13 +175,12 @@ class StripeEffects(EffectContext):
 
     def send_merged(self, order: ev.SendMerged) -> None:
         """Stream a stripe that was reduced here to peers."""
-        name = (order.ballot, order.stripe, order.fragment, order.version)
+        header = order.header
+        name = (header.ballot, header.stripe, header.fragment, header.version)
         stripe = self.table.merged_stripe(*name, sender=self.region)
-        if stripe is None:
-            return
-        header = MergedStripe(*name, order.digest, order.block_start, order.block_stop)
-        for peer in order.peers:
-            self.sending.send(peer, header, stripe.encoded)
+        if stripe is not None:
+            for peer in order.peers:
+                self.sending.send(peer, header, stripe.encoded)
 
     async def merged_arrived(self, peer: str, header: MergedStripe, body: U8) -> None:
         """Check a merged stripe and keep it for the payload. body: shape (bytes,), uint8; not changed any more."""

@@ -198,7 +198,7 @@ class LearnerProxy:
         self._steps_before = sum(steps for _, steps, _ in trained_before)
         self._tokens_before = sum(tokens for _, _, tokens in trained_before)
         self._note_totals()
-        self._post(ev.LearnerAttached(self.status, attach.snapshots, trained_before, attach.listing))
+        self._post(ev.LearnerAttached(self.status, trained_before, attach.listing))
 
     def attach_fault(self, attach: learner_link.Attach, *, run_id: str) -> str:
         """Why what a process says of itself can't be; empty if it can."""

@@ -76,6 +76,6 @@ def spoil_proposals(core: Any, spoil: Callable[[EntryBody], EntryBody]) -> None:
         )
 
     def seal_anything(body: EntryBody, **where: Any) -> Any:
-        return without_question(gate, "_meaning", None, lambda: seal(body, **where))
+        return without_question(gate, "_fault_after", lambda *_: "", lambda: seal(body, **where))
 
     ledger_core.propose, gate.sealed = propose_another, seal_anything

@@ -375,7 +375,7 @@ class DaemonHost(Host):
             status.tokens,
             status.step_time_ns,
             status.positions,
-            learner.attachment(before).snapshots,
+            learner.snapshot_numbers(),
             slots=tuple(
                 self._bases.get(fragment, (learner_link.NO_SLOT, b""))[0] for fragment in range(len(status.positions))
             ),

@@ -138,21 +138,12 @@ class FakeEffects:
         self._host.post(ev.MergedStripeArrived(*name, answer.digest, cut, answer.squared_norms))
 
     def _send_merged(self, effect: ev.SendMerged) -> None:
-        blocks = self._host.plane.merged_part(effect.ballot, effect.stripe)
+        blocks = self._host.plane.merged_part(effect.header.ballot, effect.header.stripe)
         if blocks is None:
             self._host.complain(f"asked to send a merged stripe that is not here: {effect}")
             return
-        header = msg.MergedStripe(
-            effect.ballot,
-            effect.stripe,
-            effect.fragment,
-            effect.version,
-            effect.digest,
-            effect.block_start,
-            effect.block_stop,
-        )
         for peer in effect.peers:
-            self._host.transfer(peer, header, blocks.encoded)
+            self._host.transfer(peer, effect.header, blocks.encoded)
 
     def _close_ballot(self, effect: ev.CloseBallot) -> None:
         self._host.plane.close(effect)

@@ -200,8 +200,11 @@ class FakeLearner:
 
     def attachment(self, trained_before: tuple[tuple[int, int, int], ...]) -> LearnerAttached:
         """Return the words of a learner to a new daemon."""
-        numbers = tuple(local.snapshot.contribution.snapshot if local.snapshot else -1 for local in self.parts)
-        return LearnerAttached(status=self.status(), snapshots=numbers, trained_before=trained_before)
+        return LearnerAttached(self.status(), trained_before)
+
+    def snapshot_numbers(self) -> tuple[int, ...]:
+        """Return the number of each fragment's unresolved snapshot, or -1."""
+        return tuple(local.snapshot.contribution.snapshot if local.snapshot else -1 for local in self.parts)
 
     def ask_snapshot(self, effect: TakeSnapshot) -> None:
         """The daemon wants a snapshot at the next step boundary."""

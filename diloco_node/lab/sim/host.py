@@ -446,7 +446,7 @@ class Host:
         genesis = [state for state in states if state is not None and state.version == 0]
         if len(genesis) == len(states):
             digests = tuple(tensors.state_digest(state.theta, state.momentum) for state in genesis)
-            self.post(ev.InitialStateStored(self.setup.manifest.digest, digests))
+            self.post(ev.InitialStateStored(digests))
 
     def after(self, delay_ns: int, call: Callable[..., None], *args: Any) -> None:
         """Call it in `delay_ns`, if this daemon still lives then."""

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from diloco_node.core.ledger.account import Account, LastInclusion
+from diloco_node.core.ledger.account import Account
+from diloco_node.core.ledger.summary import Included
 from diloco_node.core.types import Contribution, DiscardedBody, EntryBody, LeaderBody
 from tests.kit.account_kit import TOKENS_PER_STEP, account_round, offer, seal_all
 
@@ -23,8 +24,8 @@ def test_last_inclusion_is_the_newest_of_that_learner_and_fragment() -> None:
         account_round(1, offer("a", 0, 0, 10, snapshot=3), offer("b", 0, 0, 8, snapshot=2)),
         account_round(2, offer("a", 0, 10, 25, base=1, snapshot=4)),
     )
-    assert account.last_inclusion("a", 0) == LastInclusion(1, 2, 4, 25, 25 * TOKENS_PER_STEP)
-    assert account.last_inclusion("b", 0) == LastInclusion(1, 1, 2, 8, 8 * TOKENS_PER_STEP)
+    assert account.last_inclusion("a", 0) == Included("a", 0, 1, 2, 4, 25, 25 * TOKENS_PER_STEP)
+    assert account.last_inclusion("b", 0) == Included("b", 0, 1, 1, 2, 8, 8 * TOKENS_PER_STEP)
     assert account.last_inclusion("a", 1) is None
 
 

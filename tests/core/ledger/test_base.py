@@ -12,10 +12,11 @@ from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.replication import BASE_AGAIN_MESSAGES, Follower
 from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.messages import AppendEntries, AppendEntriesReply, BaseSent
-from diloco_node.core.types import NO_BASE, Entry, LedgerBase
+from diloco_node.core.types import NO_BASE, Entry, LedgerBase, Recovered
 from tests.kit.ledger_kit import (
     HEARTBEAT_NS,
     TIMEOUT_NS,
+    AnyMeaning,
     a_round,
     ack,
     alarms,
@@ -37,22 +38,17 @@ def sent(base: LedgerBase, *, term: int = 1, sequence: int = 1) -> BaseSent:
     return BaseSent(term, sequence, base.index, base.term, base.hash, base.summary)
 
 
-def a_core(entries: tuple[Entry, ...] = (), base: LedgerBase = NO_BASE, **more: object) -> LedgerCore:
+def a_core(entries: tuple[Entry, ...] = (), base: LedgerBase = NO_BASE, term: int = 1, **more: object) -> LedgerCore:
     settings = {
         "region": "a",
         "voters": ("a", "b", "c"),
         "heartbeat_ns": HEARTBEAT_NS,
         "election_timeout_ns": TIMEOUT_NS,
-        "term": 1,
-        "voted_for": "",
-        "entries": entries,
+        "recovery": Recovered(term, "", entries, (), frozenset(), base=base, disk=disk_of("a")),
         "seed": 1,
         "now_ns": 0,
         "has_payload": lambda _: True,
-        "base": base,
-    }
-    settings |= {
-        "disk": disk_of("a"),
+        "meaning": AnyMeaning(),
         "named_by": lambda _: Roster.of_voters("abc", {name: disk_of(name) for name in "abc"}),
     }
     return LedgerCore(**(settings | more))  # type: ignore[arg-type]
@@ -82,7 +78,7 @@ def test_a_log_is_compacted_and_the_disk_follows() -> None:
     log.compact(base_at(12))
     assert log.is_dirty
     assert log.entries == ENTRIES[12:]
-    change = log.take_change(1)
+    change = log.take_change(1, 1, "")
     assert (change.truncate_from, change.entries, change.base) == (0, (), base_at(12))
     assert not log.is_dirty
     log.on_written(1)
@@ -94,7 +90,7 @@ def test_nothing_behind_a_new_base_is_acknowledged_before_its_states_are_here() 
     log = ReplicaLog(ENTRIES[:3], has_base=lambda: has_base[0])
     log.install(base_at(10), committed_index=3)
     assert (log.last_index, log.entries, log.durable_index) == (10, (), 3)
-    change = log.take_change(1)
+    change = log.take_change(1, 1, "")
     assert (change.truncate_from, change.entries, change.base) == (1, (), base_at(10))
     log.on_written(1)
     log.find_lost(lambda _: True)
@@ -114,7 +110,7 @@ def test_entries_of_another_log_do_not_count_for_those_that_take_their_place() -
     log.promote(lambda _: True)
     log.find_lost(lambda _: True)
     assert (log.last_index, log.durable_index) == (14, 9)
-    log.take_change(1)
+    log.take_change(1, 1, "")
     log.on_written(1)
     assert log.durable_index == 14
 
@@ -124,7 +120,7 @@ def test_what_follows_the_leaders_base_stays() -> None:
     log.install(base_at(10), committed_index=3)
     assert log.entries == ENTRIES[10:15]
     log.find_lost(lambda _: True)
-    assert log.take_change(1).base == base_at(10)
+    assert log.take_change(1, 1, "").base == base_at(10)
     log.on_written(1)
     assert log.durable_index == 15
 

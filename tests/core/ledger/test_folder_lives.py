@@ -8,6 +8,7 @@ from diloco_node.core.ledger.election import Role
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.folder_lives import FolderLives, next_life, starts_of
 from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.messages import RequestVoteReply
 from diloco_node.core.types import DiskNamedBody, FolderLife
 from tests.kit.ledger_kit import a_core, a_leader, ack, arrive, disk_of, sends, vote, vote_request, write_all
@@ -21,7 +22,7 @@ def told(life: int, *, end: int = 0, committed: int = 0, name: str = "b") -> Fol
 
 
 def a_view(names: tuple[str, ...] = NAMES) -> DiskView:
-    return DiskView(names, {name: disk_of(name) for name in names})
+    return DiskView(names, Roster.of_voters(names, {name: disk_of(name) for name in names}))
 
 
 def test_each_start_is_a_greater_life_whatever_the_chance() -> None:
@@ -99,7 +100,7 @@ def test_a_folder_that_is_named_anew_counts_again() -> None:
     assert not lives.is_older("b")
     assert lives.hear("b", told(LIVES[2])) == ""
     view.follow([named])
-    assert (view.named_at("b"), view.named_at("c")) == (2, 0)
+    assert (view.roster.memberships["b"].folders, view.roster.memberships["c"].folders) == (2, 1)
     assert not lives.is_older("b")
     assert lives.hear("b", told(LIVES[2], committed=2)) == ""
     assert lives.hear("b", told(LIVES[3], end=1)) != "", "it is watched as before"

@@ -45,7 +45,7 @@ def test_entries_that_are_not_on_disk_are_not_packed(few: int) -> None:
     log = ReplicaLog(())
     for entry in chain(10):
         log.append(entry)
-    change = log.take_change(1)
+    change = log.take_change(1, 1, "")
     assert change.entries == chain(10)
     assert packed(log) == 0
     log.on_written(1)
@@ -58,7 +58,7 @@ def test_an_answer_counts_for_its_write_and_those_before_in_whatever_order_answe
     for token, first in enumerate((0, 2, 4), start=1):
         for entry in entries[first : first + 2]:
             log.append(entry)
-        log.take_change(token)
+        log.take_change(token, 1, "")
     durable = []
     for token in (1, 2, 1, 3, 2):
         log.on_written(token)
@@ -111,7 +111,7 @@ def test_any_story_of_a_log_is_the_same_with_and_without_packing(monkeypatch: py
                 log.truncate(1 + max(0, log.last_index - 1 - int(4 * chance)))
             elif log.is_dirty and chance < 0.5:
                 token += 1
-                records.append(log.take_change(token))
+                records.append(log.take_change(token, 1, ""))
             elif done < token:
                 done += 1
                 log.on_written(done)

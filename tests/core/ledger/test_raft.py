@@ -4,7 +4,6 @@ import pytest
 
 from diloco_node.core.events import LearnerDetached, TimerFired
 from diloco_node.core.ledger.election import Role, ballot_paper
-from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.messages import Refused, TimeoutNow
 from diloco_node.errors import InvalidTransition
 from tests.kit.ledger_kit import (
@@ -27,28 +26,7 @@ from tests.kit.ledger_kit import (
 )
 from tests.kit.ledger_network import Network
 
-# ---- construction ----------------------------------------------------------------------------------------------------
-
-
-def test_settings_that_can_not_work_are_refused() -> None:
-    with pytest.raises(ValueError, match="there twice"):
-        a_core("a", ("a", "b", "a"))
-    with pytest.raises(ValueError, match="older than the last entry"):
-        a_core(entries=chain(1, 2), term=1)
-    with pytest.raises(ValueError, match="election timeout"):
-        LedgerCore(
-            region="a",
-            disk=disk_of("a"),
-            voters=("a",),
-            heartbeat_ns=500,
-            election_timeout_ns=999,
-            term=0,
-            voted_for="",
-            entries=(),
-            seed=0,
-            now_ns=0,
-            has_payload=lambda body: True,
-        )
+# ---- what it takes ---------------------------------------------------------------------------------------------------
 
 
 def test_events_and_messages_that_are_not_the_ledgers_are_bugs() -> None:

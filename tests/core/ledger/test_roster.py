@@ -7,8 +7,8 @@ import pytest
 from diloco_node.core.bounds import REGIONS
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
-from diloco_node.core.ledger.roster import Membership, Roster
-from diloco_node.core.member_kind import MemberKind, MembershipBody
+from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.member_kind import MemberKind, Membership, MembershipBody
 from diloco_node.core.types import EXPELLED, DiskNamedBody, EntryBody, GenesisBody
 from tests.kit.ledger_kit import disk_of
 
@@ -29,10 +29,10 @@ def test_a_region_is_added_gets_a_folder_then_a_vote_and_leaves() -> None:
     named, voter = DiskNamedBody("d", disk_of("d")), MembershipBody("d", "voter")
     roster = roster_of(GENESIS, ADDED)
     assert (roster.names, roster.voters) == (("a", "b", "c", "d"), ("a", "b", "c"))
-    assert roster.memberships["d"] == Membership(MemberKind.CONTRIBUTOR, b"", 2, "d.example:4317", 0)
+    assert roster.memberships["d"] == Membership("d", "contributor", b"", 2, "d.example:4317", 0)
     roster = roster_of(GENESIS, ADDED, named, voter)
     assert roster.voters == ("a", "b", "c", "d")
-    assert roster.memberships["d"] == Membership(MemberKind.VOTER, disk_of("d"), 4, "d.example:4317", 1)
+    assert roster.memberships["d"] == Membership("d", "voter", disk_of("d"), 4, "d.example:4317", 1)
     roster = roster_of(GENESIS, ADDED, named, voter, MembershipBody("a", "contributor"), MembershipBody("d", "former"))
     assert (roster.names, roster.voters) == (("a", "b", "c"), ("b", "c"))
     assert roster.disks.keys() == set("abc"), "its folder counts for nothing any more"
@@ -87,8 +87,8 @@ def test_a_change_that_can_not_be_is_refused_with_its_arithmetic(
 
 
 def test_so_many_regions_and_no_more_are_ever_members() -> None:
-    former = {f"r{number}": Membership(MemberKind.FORMER) for number in range(REGIONS - 3)}
-    roster = Roster({**Roster.of_voters("abc").memberships, **former})
+    former = [Membership(f"r{number}", "former") for number in range(REGIONS - 3)]
+    roster = Roster([*Roster.of_voters("abc").lines, *former])
     assert "which is as many as there can be" in roster.change_fault(ADDED)
     assert roster.change_fault(MembershipBody("r1", "contributor")) == "", "one that comes back is none more"
 
@@ -98,7 +98,7 @@ def test_a_place_is_for_good() -> None:
     roster = roster_of(GENESIS, ADDED, MembershipBody("b", "former"), aa, back)
     assert roster.places("aa") == (*tuple("abcd"), "aa"), "founders, then each one that came, and those that left"
     assert roster.places("e") == (*roster.places("aa"), "e"), "one that is not listed here yet"
-    again = Roster.of_lines(roster.lines, roster.changes, roster.signature)
+    again = Roster(roster.lines, roster.changes, roster.signature)
     assert (again.places("a"), again.names) == (roster.places("a"), ("a", "aa", "b", "c", "d"))
     assert again.statement("run") == roster.statement("run")
 
@@ -163,7 +163,7 @@ def test_a_witness_that_was_removed_makes_no_other_history() -> None:
 def test_lines_that_nobody_signed_make_no_other_history() -> None:
     """A peer may show the signed list with another index of an entry."""
     roster = unchecked(GENESIS, REMOVED["c"])
-    lines = {name: dataclasses.replace(line, since=line.since + 1) for name, line in roster.memberships.items()}
+    lines = [dataclasses.replace(line, since=line.since + 1) for line in roster.lines]
     assert not roster.is_split_from(Roster(lines, roster.changes, roster.signature))
 
 

@@ -10,7 +10,7 @@ import pytest
 from diloco_node.core.ledger import witness
 from diloco_node.core.ledger.election import ballot_paper
 from diloco_node.core.ledger.entries import ZERO_HASH, encode_entry
-from diloco_node.core.ledger.roster import Membership, Roster
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.ledger.witness import (
     BEAT_NS,
     QUIET_NS,
@@ -23,7 +23,7 @@ from diloco_node.core.ledger.witness import (
     recorded,
     take_turn,
 )
-from diloco_node.core.member_kind import MemberKind
+from diloco_node.core.member_kind import Membership
 from diloco_node.core.messages import AppendEntries, AppendEntriesReply, BaseSent, Message, RequestVote, TimeoutNow
 from diloco_node.core.types import Entry, LedgerBase
 from diloco_node.errors import ProtocolViolation
@@ -159,7 +159,7 @@ def test_a_tail_of_a_later_leader_is_taken_whatever_a_batch_of_it_ends_with() ->
     tail = after(EMPTY, append_entries(log, 1, 64, term=3), append_entries(log, 65, 71, term=3), tail_max=200)
     for entries, taken in ((held, log), (newer, newer)):
         core = a_core(entries=entries, term=4, voters=("a", "b"))
-        core.disks.begin(Roster({**core.disks.roster.memberships, "w": Membership(MemberKind.WITNESS, W)}), 0)
+        core.disks.begin(Roster([*core.disks.roster.lines, Membership("w", "witness", W)]), 0)
         for message in recorded(replace(tail, term=9)):
             write_all(core, arrive(core, "w", message))
         assert core.entries == taken
@@ -174,7 +174,7 @@ def test_no_batch_of_a_tail_commits_entries_that_another_batch_has_otherwise() -
     )
     assert tail.commit_index == 70
     core = a_core(entries=held, term=2, voters=("a", "b"))
-    core.disks.begin(Roster({**core.disks.roster.memberships, "w": Membership(MemberKind.WITNESS, W)}), 0)
+    core.disks.begin(Roster([*core.disks.roster.lines, Membership("w", "witness", W)]), 0)
     first, second = recorded(tail)
     write_all(core, arrive(core, "w", first))
     assert core.cluster_commit_index <= 64
@@ -209,7 +209,7 @@ class Doubting:
 def test_what_is_committed_is_not_doubted_in_a_tail() -> None:
     for commit_index, count in ((5, 5), (4, 0)):
         core = a_core(term=1, voters=("a", "b"), meaning=Doubting())
-        core.disks.begin(Roster({**core.disks.roster.memberships, "w": Membership(MemberKind.WITNESS, W)}), 0)
+        core.disks.begin(Roster([*core.disks.roster.lines, Membership("w", "witness", W)]), 0)
         tail = after(EMPTY, append_entries(LOG, 1, 5, term=2, commit=commit_index))
         for message in recorded(tail):
             write_all(core, arrive(core, "w", message))

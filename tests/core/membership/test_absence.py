@@ -104,7 +104,7 @@ def test_a_leader_takes_no_vote_of_who_came_back_since_its_last_heartbeat_to_all
     record = core.liveness.absence
     record._present_ns[victim] = record._heard_ns[victim] = now_ns - EVICT_AFTER_NS
     assert record.longest([victim], now_ns=now_ns) == victim
-    assert core.replacement.propose(core._effects, core.liveness, now_ns=now_ns) == []
+    assert core.replacement.propose(now_ns=now_ns) == []
     small.go(2)
     assert not [body for body in small.bodies() if isinstance(body, DiskNamedBody)]
 

@@ -2,15 +2,15 @@
 
 import pytest
 
-from diloco_node.core.ledger.roster import Membership, Roster
-from diloco_node.core.member_kind import MemberKind, MembershipBody
+from diloco_node.core.ledger.roster import Roster
+from diloco_node.core.member_kind import MemberKind, Membership, MembershipBody
 from diloco_node.core.membership.member_change import order_fault, tolerance
 from tests.kit.ledger_kit import disk_of
 
 
 def roster(voters: str, contributors: str = "") -> Roster:
     kinds = {**dict.fromkeys(voters, MemberKind.VOTER), **dict.fromkeys(contributors, MemberKind.CONTRIBUTOR)}
-    return Roster({name: Membership(kind, disk_of(name)) for name, kind in kinds.items()})
+    return Roster(Membership(name, kind.value, disk_of(name)) for name, kind in kinds.items())
 
 
 @pytest.mark.parametrize(

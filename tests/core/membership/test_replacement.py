@@ -6,10 +6,12 @@ from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.folder_lives import FolderLives
 from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.ledger.roster import Roster
 from diloco_node.core.membership.replacement import REST_HEARTBEATS, DiskReplacement
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.types import DiskNamedBody
+from diloco_node.core.types import DiskNamedBody, RunSettings
 from tests.kit.ledger_network import NO_ROUNDS
+from tests.kit.rounds_kit import context_of
 
 HEARTBEAT_NS = 10
 
@@ -20,14 +22,17 @@ class Leads:
     """A leader's ledger as the replacement asks it, set by hand: region b answers from another folder."""
 
     def __init__(self) -> None:
-        self.disks = DiskView("abc", {"a": b"a" * 16, "b": OLD, "c": b"c" * 16})
+        self.disks = DiskView("abc", Roster.of_voters("abc", {"a": b"a" * 16, "b": OLD, "c": b"c" * 16}))
         self.folders = FolderLives(self.disks)
         self.is_settled = True
         self.cluster_commit_index = 9
         self.reported_disks = {"b": NEW, "c": b"c" * 16}
         self.durable_indexes = {"a": 9, "b": 0, "c": 9}
         self.replacement = DiskReplacement(
-            cast(LedgerCore, self), RoundHistory(1), NO_ROUNDS, heartbeat_ns=HEARTBEAT_NS, roster_fault=lambda _: ""
+            context_of(RoundHistory(1), settings=RunSettings(heartbeat_ns=HEARTBEAT_NS)),
+            cast(LedgerCore, self),
+            NO_ROUNDS,
+            lambda _: "",
         )
 
     def append(self, body: DiskNamedBody) -> None:

@@ -22,6 +22,7 @@ from diloco_node.core.messages import (
     AuditDrawn,
     MergeDecided,
     MergedReceived,
+    MergedStripe,
     PayloadDurable,
     Receipt,
     ReductionReported,
@@ -199,7 +200,7 @@ def test_merged_stripe_goes_to_everybody_and_its_norms_to_the_leader() -> None:
     place.stripes(REGIONS)
     place.decide()
     report = ReductionReported(FIRST, 1, (1.0,), ((1.0,), (2.0,), (3.0,)), b"m" * 32)
-    assert place.reduced() == [Send("a", report), SendMerged(FIRST, 1, 0, 1, b"m" * 32, 2, 4, ("a", "c"))]
+    assert place.reduced() == [Send("a", report), SendMerged(MergedStripe(FIRST, 1, 0, 1, b"m" * 32, 2, 4), ("a", "c"))]
     assert told(place.decide()) == [report], "asked again, said again; sent once"
 
 

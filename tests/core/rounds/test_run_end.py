@@ -146,7 +146,7 @@ def test_the_learner_is_told_the_final_versions_once_they_are_here() -> None:
     bench.versions.applied = [2, 1]
     bench.end.pump()
     bench.end.pump()
-    assert bench.effects.take() == [WriteFinal((2, 1)), StopLearner(FLAT, (2, 1))]
+    assert bench.effects.take() == [WriteFinal(), StopLearner(FLAT, (2, 1))]
     bench.end.learner_attached(2)
     assert bench.effects.take() == [StopLearner(FLAT, (2, 1))], "one that comes at the end has nothing to do"
 

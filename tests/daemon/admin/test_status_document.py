@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from diloco_node.core.events import Note
 from diloco_node.core.messages import LeftOut
 from diloco_node.core.types import Ballot, FragmentPosition, LearnerStatus
-from diloco_node.core.view import ParticipationView, PeerView, RegionView, RoundView
+from diloco_node.core.view import PeerView, RegionView, RoundView
 from diloco_node.daemon.admin.metrics import StatusCollector
 from diloco_node.daemon.admin.node_status import NodeStatus
 from diloco_node.daemon.admin.status_document import (
@@ -52,9 +52,9 @@ def view_of(fragments: int = 2, **changes: Any) -> RegionView:
         "versions": (3,) * fragments,
         "digests": tuple((3, bytes([value % 256]) * 16) for value in range(fragments)),
         "learner": learner,
-        "rounds": (RoundView(1, 4, Ballot(4, 2), 1, ("eu", "us"), ("us",), 2 * SECOND, 9 * SECOND, "waits for eu"),),
+        "rounds": (RoundView(1, 4, Ballot(4, 2), 1, ("eu", "us"), ("us",), 2 * SECOND, "waits for eu"),),
         "peers": (PeerView("eu", True, 40_000_000, ("us",), learner, 9),),
-        "participation": (ParticipationView("eu", 3, 4), ParticipationView("us", 4, 4)),
+        "participation": (("eu", 0.75), ("us", 1.0)),
         "end_waits": "",
         "waiting": "not due",
         "fetching": ((1, 3, "eu"),),
@@ -160,7 +160,7 @@ def test_the_document_is_plain_json_with_times_in_seconds() -> None:
 def test_what_only_the_leader_or_nobody_knows_is_null() -> None:
     view = view_of()
     peer = replace(view.peers[0], rtt_ns=0, learner=None)
-    far = replace(view.rounds[0], opened_at_ns=0, deadline_ns=0)
+    far = replace(view.rounds[0], opened_at_ns=0)
     document = status_of(replace(view, peers=(peer,), rounds=(far,)))
     assert (document["peers"][0]["rtt_seconds"], document["peers"][0]["versions"]) == (None, None)
     assert document["rounds"][0]["open_seconds"] is None

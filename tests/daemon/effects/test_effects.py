@@ -16,7 +16,7 @@ from diloco_node.core.events import (
     ReductionDone,
     SendMerged,
 )
-from diloco_node.core.messages import ContributionStripe
+from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.core.types import Ballot
 from tests.kit.effects_kit import BALLOT, Bench, arrived, contribution_body, contribution_header
 from tests.kit.node_kit import MANIFEST, HeldExecutor, contribution_of, settle
@@ -212,13 +212,17 @@ async def reduce_here(bench: Bench) -> list[Event]:
     )
 
 
+def header_of(bench: Bench, reduction: ReductionDone) -> MergedStripe:
+    own_stripe = bench.stripes()[0]
+    return MergedStripe(BALLOT, 0, 0, 1, reduction.digest, own_stripe.block_start, own_stripe.block_stop)
+
+
 async def test_a_reduced_stripe_is_told_kept_and_sent(bench: Bench) -> None:
     reduction, body = await reduce_here(bench)
     assert isinstance(reduction, ReductionDone)
     assert isinstance(body, MergedStripeArrived)
     assert (body.ballot, body.stripe, body.digest) == (BALLOT, 0, reduction.digest)
-    own_stripe = bench.stripes()[0]
-    order = SendMerged(BALLOT, 0, 0, 1, reduction.digest, own_stripe.block_start, own_stripe.block_stop, ("b", "c"))
+    order = SendMerged(header_of(bench, reduction), ("b", "c"))
     assert await bench.do(order) == []
     assert [peer for peer, _, _ in bench.transport.transfers] == ["b", "c"]
     assert all(stripe_digest(body) == reduction.digest for _, _, body in bench.transport.transfers)
@@ -236,10 +240,8 @@ async def test_a_reduction_without_its_bytes_says_whose_are_missing(bench: Bench
 async def test_merged_stripes_go_on_only_where_their_ballot_committed(bench: Bench) -> None:
     reduction = (await reduce_here(bench))[0]
     assert isinstance(reduction, ReductionDone)
-    own_stripe = bench.stripes()[0]
     bench.transport.is_slow = True
-    send = SendMerged(BALLOT, 0, 0, 1, reduction.digest, own_stripe.block_start, own_stripe.block_stop, ("b",))
-    bench.effects.perform(send)
+    bench.effects.perform(SendMerged(header_of(bench, reduction), ("b",)))
     await settle()
     bench.parameters.versions[0] = 1
     bench.effects.perform(CloseBallot(BALLOT, 0, 1, committed=True))
@@ -258,11 +260,8 @@ async def test_merged_stripes_go_on_only_where_their_ballot_committed(bench: Ben
 async def test_a_failed_ballots_merged_stripe_stops_at_once(bench: Bench) -> None:
     reduction = (await reduce_here(bench))[0]
     assert isinstance(reduction, ReductionDone)
-    own_stripe = bench.stripes()[0]
     bench.transport.is_slow = True
-    bench.effects.perform(
-        SendMerged(BALLOT, 0, 0, 1, reduction.digest, own_stripe.block_start, own_stripe.block_stop, ("b",))
-    )
+    bench.effects.perform(SendMerged(header_of(bench, reduction), ("b",)))
     await settle()
     bench.effects.perform(CloseBallot(BALLOT, 0, 1, committed=False))
     await settle()

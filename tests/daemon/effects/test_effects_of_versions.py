@@ -168,12 +168,12 @@ async def test_theta_0_of_a_learner_that_is_gone_is_not_read_from_what_the_next_
         await executor.let_go()
     zeros = [np.zeros_like(theta_of(fragment)) for fragment in range(2)]
     digests = tuple(fragment_digest(theta_of(fragment, 2), zeros[fragment]) for fragment in range(2))
-    assert bench.posted == [InitialStateStored(MANIFEST.digest, digests)]
+    assert bench.posted == [InitialStateStored(digests)]
     assert area.taken == [2]
 
 
 async def test_the_final_model_is_written(bench: Bench) -> None:
-    assert await bench.do(WriteFinal((0, 0))) == [FinalWritten()]
+    assert await bench.do(WriteFinal()) == [FinalWritten()]
     assert (bench.folder / "final.safetensors").exists()
 
 

@@ -39,11 +39,7 @@ def test_reports_reach_the_core_with_what_was_measured(bench: Bench) -> None:
     bench.side.on_attach(attach(), 3, ((1, 10, 100), (2, 5, 50)))
     (event,) = bench.take()
     assert isinstance(event, LearnerAttached)
-    assert (event.status.incarnation, event.snapshots, event.trained_before) == (
-        3,
-        (-1,) * FRAGMENTS,
-        ((1, 10, 100), (2, 5, 50)),
-    )
+    assert (event.status.incarnation, event.trained_before) == (3, ((1, 10, 100), (2, 5, 50)))
     bench.side.on_message(report(4, 400, loss=2.5))
     bench.side.on_message(report(5, 500, loss=1.5))
     bench.side.on_message(report(6, 600))
@@ -349,11 +345,10 @@ def test_places_of_fragments_do_not_overlap_and_are_what_the_learner_maps(bench:
 
 
 def test_facts_of_an_attach_are_taken_over(bench: Bench) -> None:
-    attach_message = replace(attach(12, 1200), snapshots=(5,) * FRAGMENTS)
-    bench.side.on_attach(attach_message, 1, ())
+    bench.side.on_attach(attach(12, 1200), 1, ())
     (event,) = bench.take()
     assert isinstance(event, LearnerAttached)
-    assert (event.status.step, event.status.tokens, event.snapshots) == (12, 1200, (5,) * FRAGMENTS)
+    assert (event.status.step, event.status.tokens) == (12, 1200)
 
 
 @pytest.mark.parametrize(

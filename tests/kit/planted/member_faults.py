@@ -20,7 +20,7 @@ class EagerView(DiskView):
 
     @roster.setter
     def roster(self, roster: Roster) -> None:
-        self._roster = Roster(roster.memberships, roster.changes, roster.signature)
+        self._roster = Roster(roster.lines, roster.changes, roster.signature)
         self._roster.voters = roster.names
 
 
@@ -37,8 +37,8 @@ def _forget_open_change(core: Any) -> None:
     replacement, ledger = core.replacement, view.ledger(core)
     fault = replacement.order_fault
 
-    def fault_without(order: EntryOrdered, *context: Any, **more: Any) -> str:
-        text: str = fault(order, *context, **more)
+    def fault_without(order: EntryOrdered, **more: Any) -> str:
+        text: str = fault(order, **more)
         is_open = text.startswith("another change of the regions") and isinstance(order.body, MembershipBody)
         return ledger.disks.roster.change_fault(order.body) if is_open else text
 
@@ -78,8 +78,8 @@ def _lead_after_removal(core: Any) -> None:
     replacement, ledger = core.replacement, view.ledger(core)
     fault = replacement.order_fault
 
-    def fault_without(order: EntryOrdered, *context: Any, **more: Any) -> str:
-        text: str = fault(order, *context, **more)
+    def fault_without(order: EntryOrdered, **more: Any) -> str:
+        text: str = fault(order, **more)
         is_own = order.body.region == view.region(core) and isinstance(order.body, MembershipBody)
         return "" if is_own and " leads: asked itself" in text and ledger.is_settled else text
 

@@ -26,7 +26,7 @@ def order(small: Small, region: str, kind: str) -> None:
     host = small.hosts[small.leader()]
     body = signed(host.core.ledger.disks.roster, MembershipBody(region, kind))
     change = EntryOrdered(body, is_cut_off=kind == "former", is_forced=kind == "former")
-    assert host.core.replacement.order_fault(change, host.core.liveness, now_ns=small.world.now_ns) == ""
+    assert host.core.replacement.order_fault(change, now_ns=small.world.now_ns) == ""
     host.post(change)
     small.go(2)
     assert host.core.history.roster.kind_of(region) == kind
