@@ -10,7 +10,6 @@ from functools import partial
 from random import Random
 
 from diloco_node.lab.chaos.fault_plan import draw_gap, draw_one
-from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.checkers import Checkers
 from diloco_node.lab.sim.gray_faults import GrayFaults
 from diloco_node.lab.sim.host import Host
@@ -287,7 +286,7 @@ class Chaos:
     def _kill_leader(self) -> Callable[[], None] | None:
         for name in self._names:
             host = self._hosts[name]
-            if host.core is not None and view.ledger(host.core).is_leader:
+            if host.core is not None and host.core.ledger.is_leader:
                 host.kill_daemon()
                 return host.start_daemon
         return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.world import MS, SECOND, FakeNetwork, World
 
@@ -50,7 +49,7 @@ class RaftFaults:
 
         def is_sprung() -> bool:
             leader = self._leader()
-            if leader is None or view.ledger(leader.core).last_index <= view.ledger(leader.core).cluster_commit_index:
+            if leader is None or leader.core.ledger.last_index <= leader.core.ledger.cluster_commit_index:
                 return False
             self._kill(leader)
             self._trap = None
@@ -72,8 +71,8 @@ class RaftFaults:
             if leader is None:
                 return False
             peers = [host.core for name, host in self._hosts.items() if name != leader.name and host.core is not None]
-            index = view.ledger(leader.core).cluster_commit_index
-            if not peers or index <= max(view.ledger(core).cluster_commit_index for core in peers):
+            index = leader.core.ledger.cluster_commit_index
+            if not peers or index <= max(core.ledger.cluster_commit_index for core in peers):
                 return False
             self._kill(leader)
             return True
@@ -120,8 +119,8 @@ class RaftFaults:
 
     def _leader(self) -> Host | None:
         """The one with the highest term of those that lead, as far as they know."""
-        leading = [host for host in self._hosts.values() if host.core is not None and view.ledger(host.core).is_leader]
-        return max(leading, key=lambda host: view.ledger(host.core).term, default=None)
+        leading = [host for host in self._hosts.values() if host.core is not None and host.core.ledger.is_leader]
+        return max(leading, key=lambda host: host.core.ledger.term, default=None)
 
     def _isolate(self, names: list[str]) -> Undo | None:
         peers = [name for name in self._names if name not in names]
