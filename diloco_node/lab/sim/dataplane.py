@@ -232,7 +232,7 @@ class DataPlane:
 
     def digest(self, fragment: int) -> bytes:
         """Digest of parameters and momentum in memory."""
-        return tensors.state_digest(self.theta[fragment], self.momentum[fragment])
+        return self.state(fragment).digest()
 
 
 def block_ranges(stripes: tuple[Stripe, ...]) -> tuple[tuple[int, int], ...]:

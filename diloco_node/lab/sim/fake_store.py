@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.types import Entry, LedgerBase, Recovered
 from diloco_node.errors import StorageError
 from diloco_node.lab.sim.disk import Disk, DiskPayload, DiskState, LedgerWrite, PayloadKey, RottenKey
-from diloco_node.lab.sim.fake_tensors import state_digest
 from diloco_node.numeric import F32, U8
 from diloco_node.storage.durable import DamagedFile
 
@@ -234,7 +234,7 @@ class FakeStore:
     def read_state_bytes(self, fragment: int, version: int, digest: bytes) -> U8:
         """See RegionStore."""
         theta, momentum = self.read_state(fragment, version)
-        if state_digest(theta, momentum) != digest:
+        if fragment_digest(theta, momentum) != digest:
             raise DamagedFile(f"state {fragment}.{version}: another one")
         return np.concatenate((theta, momentum)).view(np.uint8)
 

@@ -107,11 +107,6 @@ def reduce_stripe(vectors: Sequence[F32], coefficients: Sequence[F32], codec: Co
     return Reduced(body, decode(body, codec))
 
 
-def state_digest(theta: F32, momentum: F32) -> bytes:
-    """Return the codec's digest of a fragment, by which regions compare."""
-    return digest.fragment_digest(theta, momentum)
-
-
 def payload_digest(data: bytes, layout: FragmentLayout, ranges: Sequence[tuple[int, int]], codec: Codec) -> bytes:
     """The codec's digest of a payload whose stripes have these block ranges."""
     cuts = (layout.byte_range(block_start, block_stop, codec) for block_start, block_stop in ranges)

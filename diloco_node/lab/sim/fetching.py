@@ -101,11 +101,10 @@ class FakeFetches:
             norms = self._host.plane.norms_of(header.fragment, blocks, body)
             self._host.write_payload(header.fragment, header.version, header.digest, payload, norms)
             return
-        theta, momentum = tensors.split_state(body)
-        if tensors.state_digest(theta, momentum) != fetch.order.digest:
+        state = DiskState(header.version, *tensors.split_state(body))
+        if state.digest() != fetch.order.digest:
             self._host.post(ev.FetchFailed(peer, header.fragment, header.version, "not what the ledger names"))
             return
-        state = DiskState(header.version, theta, momentum)
         self._host.write_file(
             lambda: self._host.disk.keep_state(header.fragment, state),
             lambda: self._host.post(ev.StateStored(header.fragment, header.version, header.digest)),
@@ -121,7 +120,7 @@ class FakeFetches:
             if name in disk.payloads:
                 self._host.transfer(peer, msg.Payload(*name), disk.payloads[name].data)
                 return
-        elif state is not None and tensors.state_digest(state.theta, state.momentum) == message.digest:
+        elif state is not None and state.digest() == message.digest:
             self._host.transfer(peer, msg.State(*name), state.theta.tobytes() + state.momentum.tobytes())
             return
         refusal = msg.Refused(message.fragment, message.version, "busy" if self.is_busy else "gone")

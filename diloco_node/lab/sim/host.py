@@ -17,7 +17,6 @@ from diloco_node.core import messages as msg
 from diloco_node.core.data_shards import ShardRows
 from diloco_node.core.ledger.folder_lives import next_life
 from diloco_node.core.types import DISK_ID_BYTES, GenesisBody, Recovered, Stripe
-from diloco_node.lab.sim import fake_tensors as tensors
 from diloco_node.lab.sim.dataplane import DataPlane
 from diloco_node.lab.sim.disk import Disk, DiskPayload, DiskState, LedgerWrite
 from diloco_node.lab.sim.fake_effects import FakeEffects
@@ -445,7 +444,7 @@ class Host:
         states = [self.disk.states.get(fragment) for fragment in range(len(self.setup.layouts))]
         genesis = [state for state in states if state is not None and state.version == 0]
         if len(genesis) == len(states):
-            digests = tuple(tensors.state_digest(state.theta, state.momentum) for state in genesis)
+            digests = tuple(state.digest() for state in genesis)
             self.post(ev.InitialStateStored(self.setup.manifest.digest, digests))
 
     def after(self, delay_ns: int, call: Callable[..., None], *args: Any) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from diloco_node.codec.digest import payload_digest, stripe_digest
+from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.core import events as ev
 from diloco_node.core.merge import outliers, weights
 from diloco_node.core.merge.opposition import MEMBERS_MIN
@@ -95,7 +95,7 @@ class Oracle:
         may come to lead itself, and proposes what it has by then.
         """
         parameters = {
-            (fragment, tensors.state_digest(values, np.zeros_like(values))): values
+            (fragment, fragment_digest(values, np.zeros_like(values))): values
             for theta in candidates
             for fragment, values in enumerate(theta)
         }
@@ -282,7 +282,7 @@ class Oracle:
         self._theta[body.fragment] = theta
         if not body.is_last:
             self._momentum[body.fragment] = momentum
-        self._digests[body.fragment, body.version] = tensors.state_digest(theta, self._momentum[body.fragment])
+        self._digests[body.fragment, body.version] = fragment_digest(theta, self._momentum[body.fragment])
 
 
 def _blocks(stripe: Stripe) -> Blocks:

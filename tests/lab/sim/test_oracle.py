@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from diloco_node.codec.digest import payload_digest, stripe_digest
+from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.core import events as ev
 from diloco_node.core.membership.absence import EVICT_AFTER_NS
 from diloco_node.core.merge import weights
@@ -38,7 +38,7 @@ class Bench:
         self.layout = self.setup.layouts[0]
         generator = np.random.default_rng(SEED)
         self.theta = [generator.standard_normal(one.values).astype(np.float32) for one in self.setup.layouts]
-        digests = tuple(tensors.state_digest(values, np.zeros_like(values)) for values in self.theta)
+        digests = tuple(fragment_digest(values, np.zeros_like(values)) for values in self.theta)
         self.oracle.genesis(GenesisBody("run", "m", "s", LEARNERS, digests), [self.theta])
         self.generator = generator
         self.offered: dict[Contribution, bytes] = {}
