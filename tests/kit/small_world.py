@@ -120,9 +120,7 @@ class Small:
         return core.view()
 
     def leader(self) -> str:
-        return next(
-            name for name, host in sorted(self.hosts.items()) if host.core is not None and host.core.ledger.is_leader
-        )
+        return next(name for name, host in sorted(self.hosts.items()) if host.is_leading)
 
     def others(self) -> list[str]:
         return [name for name in sorted(self.hosts) if name != self.leader()]

@@ -1,14 +1,20 @@
-"""Parts of a region core that checkers ask and cheats replace, which it shows nobody else."""
+"""Facts of a region core that checkers ask and cheats change, and which it shows nobody else."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from diloco_node.core.recovery.fetches import Fetches
     from diloco_node.core.types import EntryBody
+    from diloco_node.lab.sim.host import Host
+
+
+def newest_leader(hosts: Iterable[Host]) -> Host | None:
+    """The one with the highest term of those that lead, as far as they know."""
+    return max((host for host in hosts if host.is_leading), key=lambda host: host.core.ledger.term, default=None)
 
 
 def log_end(core: Any) -> tuple[int, int]:

@@ -286,7 +286,7 @@ class Chaos:
     def _kill_leader(self) -> Callable[[], None] | None:
         for name in self._names:
             host = self._hosts[name]
-            if host.core is not None and host.core.ledger.is_leader:
+            if host.is_leading:
                 host.kill_daemon()
                 return host.start_daemon
         return None

@@ -100,7 +100,7 @@ class MemberChanges:
 
     def _leader(self) -> Host | None:
         """The region that leads, as far as it knows itself; of several any."""
-        leaders = [host for host in self._hosts.values() if host.core is not None and host.core.ledger.is_leader]
+        leaders = [host for host in self._hosts.values() if host.is_leading]
         return self._world.rng.choice(leaders) if leaders else None
 
     def _members(self, kind: str) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.world import MS, SECOND, FakeNetwork, World
 
@@ -48,7 +49,7 @@ class RaftFaults:
         """Kill a leader while its last entry is on few disks; it comes back soon. `deaths` of them in a row."""
 
         def is_sprung() -> bool:
-            leader = self._leader()
+            leader = view.newest_leader(self._hosts.values())
             if leader is None or leader.core.ledger.last_index <= leader.core.ledger.cluster_commit_index:
                 return False
             self._kill(leader)
@@ -67,7 +68,7 @@ class RaftFaults:
         """Kill a leader that alone knows of a commit."""
 
         def is_sprung() -> bool:
-            leader = self._leader()
+            leader = view.newest_leader(self._hosts.values())
             if leader is None:
                 return False
             peers = [host.core for name, host in self._hosts.items() if name != leader.name and host.core is not None]
@@ -87,12 +88,12 @@ class RaftFaults:
 
     def isolate_leader(self) -> Undo | None:
         """A leader that nobody hears and that hears nobody comes back later, with whatever it has appended."""
-        leader = self._leader()
+        leader = view.newest_leader(self._hosts.values())
         return None if leader is None else self._isolate([leader.name])
 
     def isolate_minority(self) -> Undo | None:
         """The same with as many followers as do not make a majority."""
-        leader = self._leader()
+        leader = view.newest_leader(self._hosts.values())
         if leader is None:
             return None
         peers = [name for name in self._names if name != leader.name]
@@ -116,11 +117,6 @@ class RaftFaults:
         self._world.note("world", f"fault: {host.name} dies at the worst moment", b"raft fault")
         host.kill_daemon(is_power_cut=self._world.rng.random() < 0.3)
         self._world.after(self._world.draw_ns(50 * MS, 2 * SECOND), None, host.start_daemon)
-
-    def _leader(self) -> Host | None:
-        """The one with the highest term of those that lead, as far as they know."""
-        leading = [host for host in self._hosts.values() if host.core is not None and host.core.ledger.is_leader]
-        return max(leading, key=lambda host: host.core.ledger.term, default=None)
 
     def _isolate(self, names: list[str]) -> Undo | None:
         peers = [name for name in self._names if name not in names]

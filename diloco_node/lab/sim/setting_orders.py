@@ -11,6 +11,7 @@ from typing import Any, Final
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import EntryBody, GenesisBody, RunSettings
+from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.world import MS, World
 
@@ -50,8 +51,7 @@ class SettingOrders:
         if not self._gap or self._world.events < self._next_at_event:
             return
         self._next_at_event = self._world.events + self._rng.randint(self._gap // 2, 2 * self._gap)
-        leading = (host for host in self._hosts.values() if host.core is not None and host.core.ledger.is_leader)
-        host = max(leading, key=lambda host: host.core.ledger.term, default=None)
+        host = view.newest_leader(self._hosts.values())
         if host is None or host.core.history.genesis is None:
             return
         names = self._rng.sample(list(CHOICES), self._rng.randint(1, 4))
