@@ -84,6 +84,9 @@ id = "demo"
 seed = {seed}
 tokens = {tokens}
 
+state_dir = "."
+certs_dir = "certs"
+
 [model]
 layers = 2
 dim = 64
@@ -267,8 +270,6 @@ class Demo:
             self.regions.append(RegionProcess(name, admin_port, self.folder / name, namespace, PROGRAM, env, settings))
         if self.options.budget:
             text += f'\n[budget]\negress = "{self.options.budget}"\ningress = "{self.options.budget}"\n'
-        # Each region's folder lies beside certs and run.toml.
-        text = text.replace("[model]", 'state_dir = "."\ncerts_dir = "certs"\n\n[model]', 1)
         (self.folder / "run.toml").write_text(text)
 
     async def _train(self, view: LiveView) -> None:
