@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from diloco_node.cli.finished import no_daemon
-from diloco_node.cli.options import load
+from diloco_node.cli.options import has_config, load
 from diloco_node.config.urls import is_url
 from diloco_node.errors import ConfigError, PeersUnreachable
 from diloco_node.state_names import ADMIN_PORT_NAME, NODE_NAME
@@ -61,7 +61,7 @@ def find_targets(places: Sequence[str], config: Path | None) -> list[Target]:
     targets = []
     for place in places:
         matches = targets_in(place)
-        if not matches and _has_run(config):
+        if not matches and has_config(config):
             matches = [target for target in _targets_of_run(config) if target.name == place]
         if not matches:
             raise ConfigError(
@@ -135,7 +135,7 @@ def copies_or_run(place: str) -> str | Path:
 
 
 def _settings(place: str | None, config: Path | None, file: str) -> NodeConfig:
-    if place is not None and not _has_run(config):
+    if place is not None and not has_config(config):
         raise ConfigError(f"{place!r} is no folder with {file}, and there is no run.toml here: {CONVENTION}")
     settings = load(config)
     if place is not None and place not in settings.regions:
@@ -144,10 +144,6 @@ def _settings(place: str | None, config: Path | None, file: str) -> NodeConfig:
             f"{place!r} is no folder with {file}, and no region of run.toml, which has {names}: {CONVENTION}"
         )
     return settings
-
-
-def _has_run(config: Path | None) -> bool:
-    return config is not None or Path("run.toml").exists()
 
 
 def folders_with(file: str, folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from diloco_node.cli.options import parse_option
+from diloco_node.cli.options import has_config, load, parse_option
 from diloco_node.errors import ConfigError
 from diloco_node.state_names import NODE_NAME
 
@@ -118,17 +118,15 @@ def _region_names(source: Source, links: Mesh | None, count: int | None) -> tupl
 
 def _source(parameters: str | None, config: Path | None, place: str | None, *, is_counted: bool) -> Source:
     """Where the numbers come from. A run.toml that nobody named says nothing of regions that were counted."""
-    from diloco_node.cli.options import load
     from diloco_node.cli.places import region_folder
     from diloco_node.cli.plan import inputs
-    from diloco_node.config.resolve import DEFAULT_NAME
     from diloco_node.core.types import RunSettings
 
     if place is not None:
         if parameters is not None:
             raise ConfigError(f"--parameters and {place!r} both name a model: give one of them")
         return inputs.source_of_state(region_folder(place, config, file=NODE_NAME))
-    if config is not None or Path(DEFAULT_NAME).exists():
+    if has_config(config):
         run_config = load(config)
         if parameters is None:
             return inputs.source_of_config(run_config, config)
