@@ -123,7 +123,7 @@ def _check_runs(folders: Sequence[Path]) -> None:
 
 def run_folder(place: str | None, config: Path | None) -> Path:
     """Find the folder of a region, or of all regions: that of run.toml without a place. It need not exist."""
-    if place is not None and _exists(Path(place)):
+    if place is not None and is_there(Path(place)):
         return Path(place)
     settings = _settings(place, config, NODE_NAME)
     return settings.run.state_dir if place is None else settings.state_dir(place)
@@ -148,7 +148,7 @@ def _settings(place: str | None, config: Path | None, file: str) -> NodeConfig:
 
 def folders_with(file: str, folder: Path) -> list[Path]:
     """Folders that hold a file, which may be named itself: this one, or those one or two levels below it."""
-    if not _exists(folder):
+    if not is_there(folder):
         return []
     if folder.name == file and folder.is_file():
         return [folder.parent]
@@ -156,10 +156,11 @@ def folders_with(file: str, folder: Path) -> list[Path]:
     return sorted(path.parent for path in paths)
 
 
-def _exists(path: Path) -> bool:
+def is_there(path: Path) -> bool:
+    """Whether there is such a file or folder that this user may see; another user's region may have left it."""
     try:
         return path.exists()
-    except OSError:  # as of a name that is too long for a file
+    except OSError:  # also of a name that is too long for a file
         return False
 
 

@@ -15,6 +15,7 @@ from diloco_node import __version__
 from diloco_node.cli import start
 from diloco_node.cli.doctor import machine_facts as probes
 from diloco_node.cli.doctor import topics, verdicts
+from diloco_node.cli.places import is_there
 from diloco_node.errors import BindError, ConfigError, DilocoError, IdentityError, PeerError
 from diloco_node.health.finding import Finding, read_alert
 from diloco_node.health.reading import rows, section
@@ -122,7 +123,7 @@ def examine_settings(patient: Patient) -> Iterator[Finding]:
     now = dataclasses.asdict(patient.config.run_settings())
     for name in patient.config.regions:
         file = patient.config.state_dir(name) / NODE_NAME
-        if probes.is_there(file):
+        if is_there(file):
             try:
                 yield verdicts.settings_kept(name, dataclasses.asdict(NodeSpec.load(file).settings), now)
             except DilocoError as error:
