@@ -85,7 +85,6 @@ async def measuring_end(
         )
         measuring = Measuring(
             region=identity.region,
-            peers=tuple(sorted(peers)),
             transport=transport,
             spawn=spawn,
             executor=executor,

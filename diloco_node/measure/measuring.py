@@ -47,7 +47,6 @@ class Measuring:
         self,
         *,
         region: str,
-        peers: tuple[str, ...],
         transport: GrpcTransport,
         spawn: Spawn,
         executor: Executor,
@@ -56,12 +55,11 @@ class Measuring:
         is_bounded: bool = True,
     ) -> None:
         self.region = region
-        self.peers = peers
         self.transport = transport
         self._dial = dial
         self._now_ns = now_ns
-        self.receivers = ProbeReceivers(peers, now_ns=now_ns)
-        self.gate = MeasuringGate(peers, is_bounded=is_bounded, now_ns=now_ns())
+        self.receivers = ProbeReceivers(now_ns=now_ns)
+        self.gate = MeasuringGate(is_bounded=is_bounded)
         self.echoes = EchoProbe(transport, self.gate, now_ns=now_ns)
         self.requester = MeasurementRequester(transport, self.receivers, executor)
         self.responder = MeasurementResponder(
@@ -75,12 +73,10 @@ class Measuring:
         )
         transport.register(self, KINDS)
 
-    def follow(self, peers: tuple[str, ...]) -> None:
-        """Measure with these peers from now on."""
-        self.peers = peers
-        for peer in peers:
-            self.receivers.add_peer(peer)
-            self.gate.add_peer(peer, now_ns=self._now_ns())
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The peers of the transport."""
+        return tuple(self.transport.addresses)
 
     @contextlib.asynccontextmanager
     async def own_links(self) -> AsyncIterator[Measuring]:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -262,14 +263,10 @@ async def _is_set_within(event: asyncio.Event, limit_s: float) -> bool:
 class ProbeReceivers:
     """The receivers that are here: brings what arrives to the right one, and refuses what nobody agreed to."""
 
-    def __init__(self, peers: tuple[str, ...], *, now_ns: Callable[[], int]) -> None:
+    def __init__(self, *, now_ns: Callable[[], int]) -> None:
         self._now_ns = now_ns
-        self.expected = {peer: ProbesExpected() for peer in peers}
+        self.expected: defaultdict[str, ProbesExpected] = defaultdict(ProbesExpected)
         self._receivers: dict[tuple[str, int], ProbeReceiver] = {}
-
-    def add_peer(self, peer: str) -> None:
-        """Take the probes of one more peer."""
-        self.expected.setdefault(peer, ProbesExpected())
 
     @contextlib.contextmanager
     def receiver(self, peer: str, request: MeasurementRequested) -> Iterator[ProbeReceiver]:
