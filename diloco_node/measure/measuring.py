@@ -16,7 +16,7 @@ from typing import Final, get_args
 from diloco_node.errors import ConfigError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.measure.echoes import EchoProbe
 from diloco_node.measure.gate import MeasuringGate
-from diloco_node.measure.probes import FlowTimes, ProbeReceivers, warm_up_ns
+from diloco_node.measure.probes import FlowTimes, ProbeReceivers, ending, warm_up_ns
 from diloco_node.measure.requester import FlowMeasured, FlowRequest, MeasurementRequester
 from diloco_node.measure.responder import MeasurementResponder, Spawn
 from diloco_node.measure.samples import Latency
@@ -157,7 +157,7 @@ class Measuring:
         with self.exclusive(f"latency under load to {request.peer}"):
             self._check_link(request.peer)
             filling = asyncio.create_task(self.requester.flow(request), name=f"load {request.peer}")
-            try:
+            async with ending(filling):
                 await asyncio.wait([filling], timeout=request.times.warm_up_ns / NS_PER_S)
                 if filling.done():
                     filling.result()
@@ -167,9 +167,6 @@ class Measuring:
                 latency = await self.echoes.measure(request.peer, span_s, load=filling)
                 await filling  # had it failed on the way, these would not be times under load
                 return latency
-            finally:
-                filling.cancel()
-                await asyncio.gather(filling, return_exceptions=True)
 
     async def flow(self, request: FlowRequest) -> FlowMeasured:
         """Fill the measurement lane one way, and count at the far end.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from pydantic import BaseModel, Field, ValidationError
 
+from diloco_node.config.units import RATE_BYTES_PER_S_MAX
 from diloco_node.core.merge.fragments import VALUES_MAX, Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import RunSettings
 from diloco_node.errors import ConfigError, StorageError
@@ -26,7 +27,6 @@ _LARGE: Final = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 MESH_BYTES_MAX: Final = 16 * 2**20
 MESH_REGIONS_MAX: Final = 64
 RTT_S_MAX: Final = 600.0
-RATE_MAX: Final = 10**14 // 8
 MESH_SHAPE: Final = (
     '{"regions": ["a", "b"], "pairs": [{"from": "a", "to": "b", "rtt_seconds": 0.04, "bytes_per_second": 250000000}, '
     "...]} with the ordered pairs that were measured"
@@ -212,7 +212,7 @@ class _Pair(BaseModel):
     source: str = Field(alias="from")
     to: str
     rtt_seconds: float = Field(ge=0, le=RTT_S_MAX, strict=True)
-    bytes_per_second: float = Field(ge=1, le=RATE_MAX, strict=True)
+    bytes_per_second: float = Field(ge=1, le=RATE_BYTES_PER_S_MAX, strict=True)
 
 
 class _MeshFile(BaseModel):
