@@ -77,8 +77,7 @@ def init(
         if there.exists() and not filecmp.cmp(new.script, there, shallow=False):
             _check_free(folder, there.name)
     _write(folder, new, text)
-    for line in next_commands(folder, new):
-        typer.echo(line)
+    typer.echo("\n".join(next_commands(folder, new)))
 
 
 def _check_free(folder: Path, *names: str) -> None:

@@ -50,8 +50,7 @@ def list_members(
         typer.echo(json.dumps(members))
         return
     rows = [(row["region"], row["kind"], since(row), row["state"]) for row in members["rows"]]
-    for line in table_lines([(name, "left") for name in ("region", "kind", "since", "now")], rows):
-        typer.echo(line)
+    typer.echo("\n".join(table_lines([(name, "left") for name in ("region", "kind", "since", "now")], rows)))
     typer.echo(members["tolerance"])
 
 

@@ -35,8 +35,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(examination_document(findings), indent=1))
     else:
-        for line in examination_lines(findings):
-            typer.echo(line)
+        typer.echo("\n".join(examination_lines(findings)))
     raise typer.Exit(1 if has_failed(findings) else 0)
 
 

@@ -100,8 +100,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(document(result, origins), indent=1))
     else:
-        for line in render(result, origins):
-            typer.echo(line)
+        typer.echo("\n".join(render(result, origins)))
     if result.network.has_limits and not result.fits:
         raise typer.Exit(1)
 
