@@ -309,7 +309,7 @@ class DaemonHost(Host):
         self._attach_learner()
 
     def persist_counters(self, incarnation: int, steps: int, tokens: int, on_done: Callable[[], None] | None) -> None:
-        """See LearnerPort. A process that was not welcomed has no counters."""
+        """See Host. A process that was not welcomed has no counters."""
         if incarnation != learner_link.NEW_PROCESS:
             super().persist_counters(incarnation, steps, tokens, on_done)
 

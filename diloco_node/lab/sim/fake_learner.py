@@ -8,15 +8,14 @@ other bits.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from diloco_node.core.data_shards import ShardRows
 from diloco_node.core.events import (
-    Event,
     LearnerAttached,
     LearnerReported,
     SnapshotRefused,
@@ -32,6 +31,7 @@ from diloco_node.lab.sim.world import Life, World
 from diloco_node.numeric import F32, F64
 
 if TYPE_CHECKING:
+    from diloco_node.lab.sim.host import Host
     from diloco_node.lab.sim.setup import Setup
 
 POOL_VECTORS = 64
@@ -93,25 +93,6 @@ class Offer:
     theta: F32
 
 
-class LearnerPort(Protocol):
-    """A learner's view of its region."""
-
-    def tell_daemon(self, event: Event) -> None:
-        """Send a fact to the daemon, if there is one."""
-
-    def offer_contribution(self, snapshot: FakeSnapshot) -> None:
-        """Put an encoded contribution where the daemon reads it."""
-
-    def persist_counters(self, incarnation: int, steps: int, tokens: int, on_done: Callable[[], None] | None) -> None:
-        """Write the trained counters to disk; call `on_done` after the fsync."""
-
-    def rows_trained(self, incarnation: int, ranges: list[ShardRows]) -> None:
-        """A step is made with these rows of the data."""
-
-    def complain(self, text: str) -> None:
-        """Something happened that must not."""
-
-
 class FakeLearner:
     """An incarnation of a region's learner.
 
@@ -124,7 +105,7 @@ class FakeLearner:
         self,
         world: World,
         setup: Setup,
-        port: LearnerPort,
+        port: Host,
         *,
         region: str,
         incarnation: int,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,12 +22,14 @@ from diloco_node.lab.sim.disk import Disk, DiskPayload, DiskState, LedgerWrite
 from diloco_node.lab.sim.fake_effects import FakeEffects
 from diloco_node.lab.sim.fake_learner import FakeLearner, FakeSnapshot, Pool
 from diloco_node.lab.sim.fetching import FakeFetches
-from diloco_node.lab.sim.row_check import RowCheck
 from diloco_node.lab.sim.setup import Setup
 from diloco_node.lab.sim.witness_bucket import FakeBucket, FakeWitness
 from diloco_node.lab.sim.world import LOCAL_NS, MS, SECOND, FakeNetwork, Life, World
 from diloco_node.numeric import F32
 from diloco_node.wire.envelope import TransferBegin, decode_bulk, decode_control, encode_begin
+
+if TYPE_CHECKING:
+    from diloco_node.lab.sim.checkers import Checkers
 
 WAKES_MAX = 20
 """A core that wants its timer more often than that at one and the same time spins."""
@@ -38,39 +40,11 @@ CoreFactory = Callable[[str, Setup, Recovered, int, int], Any]
 """(region, setup, recovered, seed of this life, now_ns) -> Core."""
 
 
-class Observer(Protocol):
-    """Observer of a host; see `checkers`. Called synchronously, changes nothing.
-
-    Attributes:
-        rows: of the data, as learners train them.
-    """
-
-    rows: RowCheck
-
-    def daemon_started(self, host: Host) -> None:
-        """A new core recovered from the disk."""
-
-    def event_given(self, host: Host, event: ev.Event) -> None:
-        """The core is about to get this fact."""
-
-    def effect_seen(self, host: Host, effect: ev.Effect) -> None:
-        """The core wants this; nothing of it has happened yet."""
-
-    def settled(self, host: Host) -> None:
-        """The effects of an event were started."""
-
-    def snapshot_seen(self, host: Host, snapshot: FakeSnapshot) -> None:
-        """The learner put a contribution into its contribution area."""
-
-    def complaint(self, region: str, text: str) -> None:
-        """A fake was asked for something that must not be asked."""
-
-
 class Host:
     """A region.
 
     Attributes:
-        name, setup, world, network, disk.
+        name, setup, world, network, disk. observer: is called at once, and changes nothing here.
         core: of the daemon's current life, None while it is down. plane: that daemon's data plane.
         learner: the current incarnation, None while it is down.
         theta_0: what this region's learner begins with if there is no run yet, per fragment.
@@ -90,7 +64,7 @@ class Host:
         setup: Setup,
         world: World,
         network: FakeNetwork,
-        observer: Observer,
+        observer: Checkers,
         make_core: CoreFactory,
         pool: Pool,
         theta: tuple[F32, ...],
@@ -327,7 +301,7 @@ class Host:
         return True
 
     def rows_trained(self, incarnation: int, ranges: list[ShardRows]) -> None:
-        """See LearnerPort."""
+        """A step of the learner is made with these rows of the data."""
         self.observer.rows.trained(self.name, incarnation, ranges)
 
     def frame_arrived(self, peer: str, frame: bytes) -> None:
