@@ -26,32 +26,21 @@ STATES_KEPT = 2
 
 
 @dataclass(slots=True)
-class DiskWork:
-    """A call's work on the disk: the time it takes, and what is durable after it."""
+class DiskTime:
+    """The last call's work on the disk: the time it takes, and what is durable after it."""
 
     ns: int = 0
     writes: list[Callable[[], None]] = field(default_factory=list)
 
-
-class DiskTime:
-    """Collects what a call of a thread has the disk do."""
-
-    def __init__(self) -> None:
-        self._work = DiskWork()
-
     def begin(self) -> None:
         """A call is made."""
-        self._work = DiskWork()
-
-    def take(self) -> DiskWork | None:
-        """Return the disk's work; None if the call did not wait for it."""
-        return self._work if self._work.ns else None
+        self.ns, self.writes = 0, []
 
     def add(self, ns: int, write: Callable[[], None] | None = None) -> None:
         """It waits for the disk so long, and this is durable then."""
-        self._work.ns += ns
+        self.ns += ns
         if write is not None:
-            self._work.writes.append(write)
+            self.writes.append(write)
 
 
 @dataclass(slots=True)
