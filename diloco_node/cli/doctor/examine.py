@@ -174,7 +174,7 @@ def examine_peers(patient: Patient, identity: Identity) -> Iterator[Finding]:
         if not address:
             yield topics.REACHABLE.unknown(f"{peer} has no address, so it dials us")
         else:
-            answer, mtu = results[peer].answer, results[peer].mtu
+            answer, mtu = results[peer]
             if isinstance(answer, PeerError):
                 yield verdicts.peer_refused(peer, address, str(answer))
             else:

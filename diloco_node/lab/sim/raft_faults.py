@@ -60,10 +60,6 @@ class RaftFaults:
 
         return self._set_trap(is_sprung)
 
-    def figure_8(self) -> Undo | None:
-        """Leaders that die again and again, each with a tail that few have."""
-        return self.kill_after_append(FIGURE_8_DEATHS)
-
     def kill_after_commit(self) -> Undo | None:
         """Kill a leader that alone knows of a commit."""
 
