@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.data_shards import ShardRows
 from diloco_node.core.events import (
     LearnerAttached,
@@ -26,7 +27,6 @@ from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, positio
 from diloco_node.core.row_book import RowBook
 from diloco_node.core.types import NO_STEPS, CarryMode, Contribution, FragmentPosition, LearnerStatus
 from diloco_node.lab.sim import fake_tensors as tensors
-from diloco_node.lab.sim.fake_tensors import FragmentLayout
 from diloco_node.lab.sim.world import Life, World
 from diloco_node.numeric import F32, F64
 
@@ -314,7 +314,7 @@ class FakeLearner:
             step_from=local.position.included_step,
             step_to=self.step,
             tokens=self.tokens - local.position.included_tokens,
-            squared_norms=layout.squared_norms(values, 0, layout.blocks),
+            squared_norms=tensors.squared_norms(layout, values, 0, layout.block_count),
             rows=self.book.rows(fragment, self.step, self._changes),
         )
         self._check_work(local, values, contribution)
@@ -380,7 +380,7 @@ class FakeLearner:
         local.snapshot = None
 
 
-def update_pool(world: World, layouts: tuple[FragmentLayout, ...]) -> Pool:
+def update_pool(world: World, layouts: tuple[FragmentBlocks, ...]) -> Pool:
     """Per fragment a pool of inner updates, shape (n,), float32; magnitudes from 1e-4 to 1e2, so order matters."""
     generator = np.random.default_rng(world.rng.getrandbits(32))
     pool = []
@@ -391,6 +391,6 @@ def update_pool(world: World, layouts: tuple[FragmentLayout, ...]) -> Pool:
     return pool
 
 
-def _blank(layout: FragmentLayout) -> Part:
+def _blank(layout: FragmentBlocks) -> Part:
     zeros = np.zeros(layout.values, np.float32)
     return Part(theta=zeros, base=zeros, work=np.zeros(layout.values), included_work=np.zeros(layout.values))

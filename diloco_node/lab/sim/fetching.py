@@ -86,7 +86,7 @@ class FakeFetches:
             if self._host.plane.digest_of(header.fragment, payload) != order.digest:
                 self._host.post(ev.FetchFailed(peer, header.fragment, header.version, "other bytes than its digest"))
                 return
-            blocks = (0, self._host.setup.layouts[header.fragment].blocks)
+            blocks = (0, self._host.setup.layouts[header.fragment].block_count)
             norms = self._host.plane.norms_of(header.fragment, blocks, body)
             self._host.write_payload(header.fragment, header.version, header.digest, payload, norms)
             return
