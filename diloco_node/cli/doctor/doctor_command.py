@@ -45,13 +45,12 @@ def examination(
     """Examine category by category. Checks that need run.toml or a certificate are left out when that is wrong."""
     import datetime as dt
 
-    from diloco_node.cli.doctor import examine, verdicts
+    from diloco_node.cli.doctor import examine, topics
 
     try:
         patient = patient_of(config, region, assignments)
     except ConfigError as error:
-        path, hint = str(config or "run.toml"), "do what it says, or write a new one: diloco-node init"
-        yield verdicts.settings_read(path, str(error), hint)
+        yield topics.RUN_TOML.failed(str(error), "do what it says, or write a new one: diloco-node init")
         yield from examine.examine_machine(None)
         return
     yield from examine.examine_settings(patient)

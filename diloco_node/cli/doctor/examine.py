@@ -119,7 +119,7 @@ def examine_settings(patient: Patient) -> Iterator[Finding]:
     """Compare run.toml with the settings with which each region on this machine was started."""
     from diloco_node.daemon.spec import NodeSpec
 
-    yield verdicts.settings_read(str(patient.config.path), "", "")
+    yield topics.RUN_TOML.ok(f"{patient.config.path} is right")
     now = dataclasses.asdict(patient.config.run_settings())
     for name in patient.config.regions:
         file = patient.config.state_dir(name) / NODE_NAME

@@ -21,7 +21,7 @@ from diloco_node.state_names import NODE_NAME
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
-    from diloco_node.core.types import RateLimits
+    from diloco_node.core.types import Direction, RateLimits
 
 _LARGE: Final = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 MESH_BYTES_MAX: Final = 16 * 2**20
@@ -52,15 +52,10 @@ class Source:
     rtt_ns: int = 0
     limits: Mapping[str, RateLimits] = field(default_factory=dict)
 
-    @property
-    def egress(self) -> dict[str, int]:
-        """Ceilings of what regions send; those without a limit are not in it."""
-        return {region: rates.egress for region, rates in self.limits.items() if rates.egress is not None}
-
-    @property
-    def ingress(self) -> dict[str, int]:
-        """The same of what they receive."""
-        return {region: rates.ingress for region, rates in self.limits.items() if rates.ingress is not None}
+    def ceilings(self, direction: Direction) -> dict[str, int]:
+        """Ceilings of regions in a direction; those without a limit are not in it."""
+        rates = {region: getattr(limits, direction) for region, limits in self.limits.items()}
+        return {region: rate for region, rate in rates.items() if rate is not None}
 
     def sizes(self, fragments: int) -> tuple[FragmentSize, ...]:
         """The model cut into this many fragments. Raises ConfigError: it can't be cut so fine."""

@@ -71,6 +71,7 @@ def plan(
     """
     from diloco_node.cli.plan.inputs import read_mesh
     from diloco_node.cli.plan.plan_view import document, render
+    from diloco_node.core.types import Direction
     from diloco_node.planning.plan import Network, Workload, make_plan
 
     source = _source(parameters, config, place, is_counted=regions is not None)
@@ -82,9 +83,9 @@ def plan(
     rtt_ns, origins["rtt"] = _rtt(source, rtt, mesh)
     names = _region_names(source, links, regions)
     workload = Workload(source.sizes(settings.fragments), names, settings, step_time_ns)
+    ceilings = [source.ceilings(direction) for direction in Direction]
     out, into = (
-        ceilings if limit is None else dict.fromkeys(names, limit)
-        for ceilings, limit in zip((source.egress, source.ingress), limits, strict=True)
+        rates if limit is None else dict.fromkeys(names, limit) for rates, limit in zip(ceilings, limits, strict=True)
     )
     if links is None:
         network = Network(rtt_ns=rtt_ns, egress=out, ingress=into)
@@ -94,7 +95,7 @@ def plan(
             origins["mesh"] = missing
     if limits != (None, None):
         origins["budget"] = "command line"
-    elif source.egress or source.ingress:
+    elif any(ceilings):
         origins["budget"] = source.origin
     result = make_plan(workload, network)
     if as_json:
