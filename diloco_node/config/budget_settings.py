@@ -94,7 +94,7 @@ class BudgetSection(LimitsSection):
         "ceiling of what each region sends, all links together; none: no limit", "the line is shared or paid"
     )
     ingress: Ceiling | None = ceiling("the same of what it receives", "the line is shared or paid")
-    per_peer: dict[str, LimitsSection] = Field({}, examples=[{}])
+    per_peer: dict[str, LimitsSection] = Field(default={}, examples=[{}])
     # The first window that holds decides.
     schedule: Annotated[tuple[WindowSection, ...], Field(max_length=WINDOWS_MAX, examples=[()])] = ()
 
