@@ -201,7 +201,7 @@ def with_tokens(folder: Path, *, merged: int, is_over: bool = False, **more: obj
     """A demo of 400,000 tokens of which so many are merged."""
     options = DemoOptions(regions=2, tokens=400_000, is_json=True, **more)  # type: ignore[arg-type]
     demo = Demo(options, folder / "run")
-    demo.keeper = SimpleNamespace(is_over=is_over)  # type: ignore[assignment]
+    demo.keeper = SimpleNamespace(is_over=is_over, joiners=())  # type: ignore[assignment]
     demo.course.samples = [RunSample(1, {"a": RegionSample(True, True, tokens_merged=merged)})]
     return demo
 
