@@ -383,10 +383,8 @@ class Checkers:
         self._decisions[message.ballot] = message
         for contribution in message.contributions:
             status = host.core.liveness.learner(contribution.learner)
-            known_incarnation = max(
-                host.core.history.account.newest_incarnation(contribution.learner),
-                0 if status is None else status.incarnation,
-            )
+            merged_incarnation = host.core.history.account.newest_incarnation(contribution.learner)
+            known_incarnation = max(merged_incarnation, 0 if status is None else status.incarnation)
             if known_incarnation > contribution.incarnation:
                 self.violate(
                     f"incarnation: {host.name} merges {contribution.incarnation} of {contribution.learner} into "
