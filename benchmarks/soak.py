@@ -37,7 +37,6 @@ from diloco_node.lab.chaos.fault_plan import PlannedFault, storm
 from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.demo.demo_report import build_report
 from diloco_node.lab.demo.demo_run import Demo
-from diloco_node.lab.demo.live import LiveView
 from diloco_node.lab.demo.region_processes import RegionProcess, order_finish
 from diloco_node.numeric import NS_PER_S
 
@@ -134,8 +133,7 @@ class Soak:
     async def run(self) -> dict[str, Any]:
         """The report."""
         try:
-            with LiveView("", is_quiet=True) as view:
-                await self._demo.compile(view)
+            await self._demo.compile()
             for region in self._regions.values():
                 await region.start(self._folder / "run.toml")
             await self._until(lambda: all(_steps(region) > 0 for region in self._regions.values()), START_S)

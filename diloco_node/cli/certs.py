@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from diloco_node.cli.options import ConfigOption, load
+from diloco_node.cli.options import ConfigOption, has_config, load
 from diloco_node.cli.orders import give_order
 from diloco_node.cli.places import RegionArgument, region_folder
 from diloco_node.errors import ConfigError
@@ -33,7 +33,7 @@ def init(
     """Make certificates for a run. Copy FOLDER/REGION to its region, and keep ca.key away from all of them."""
     names = list(regions or ())
     if not names or run_id is None or folder is None:
-        if names and config is None and not Path("run.toml").exists():
+        if names and not has_config(config):
             raise ConfigError("without run.toml, certs init needs all of: regions, --run-id NAME and --out FOLDER")
         run_config = load(config)
         names = names or list(run_config.regions)

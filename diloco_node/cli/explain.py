@@ -56,8 +56,7 @@ def explain(
         close = difflib.get_close_matches(key, entries, n=1)
         hint = f"did you mean {close[0]}?" if close else "diloco-node help lists them all"
         raise ConfigError(f"there is no code {code!r}: {hint}")
-    for line in lines_of(entries[key]):
-        typer.echo(line)
+    typer.echo("\n".join(lines_of(entries[key])))
 
 
 def lines_of(entry: CodeHelp) -> Iterator[str]:

@@ -9,7 +9,6 @@ import json
 import shlex
 import shutil
 import socket
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,9 @@ from typing import Annotated, Final
 
 import typer
 
-from diloco_node.cli.options import load, parse_option
+from diloco_node.cli.options import CONFIG_NAME, load_text, parse_option
 from diloco_node.errors import ConfigError
 
-CONFIG_NAME: Final = "run.toml"
 CERTS_NAME: Final = "certs"
 RUN_ID: Final = "my-run"
 ADMIN_PORT: Final = 7401
@@ -73,14 +71,13 @@ def init(
         budget=_budget(_answer(budget, "Bandwidth of each region, as 2Gbit/s (empty: no ceiling)", "", yes)),
     )
     text = run_toml(new)
-    _check(text)
+    load_text(text, "the ")  # nothing is written before all of it is known to be right
     if new.script is not None:
         there = folder / new.script.name
         if there.exists() and not filecmp.cmp(new.script, there, shallow=False):
             _check_free(folder, there.name)
     _write(folder, new, text)
-    for line in next_commands(folder, new):
-        typer.echo(line)
+    typer.echo("\n".join(next_commands(folder, new)))
 
 
 def _check_free(folder: Path, *names: str) -> None:
@@ -202,16 +199,6 @@ def _is_loopback(host: str) -> bool:
         return last in LOOPBACK_NAMES or first in (*LOOPBACK_NAMES, socket.gethostname().lower().partition(".")[0])
     address = getattr(address, "ipv4_mapped", None) or address
     return address.is_loopback or address.is_unspecified
-
-
-def _check(text: str) -> None:
-    """Nothing is written before all of it is known to be right. Raises ConfigError."""
-    with tempfile.TemporaryDirectory() as trial:
-        (Path(trial) / CONFIG_NAME).write_text(text)
-        try:
-            load(Path(trial) / CONFIG_NAME)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace(f"{trial}/", "the ")) from None
 
 
 def _write(folder: Path, new: NewRun, text: str) -> None:

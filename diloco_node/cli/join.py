@@ -10,7 +10,6 @@ import asyncio
 import json
 import re
 import sys
-import tempfile
 import time
 import tomllib
 from collections import defaultdict
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from diloco_node.atomic_file import replace_file
-from diloco_node.cli.init import CONFIG_NAME, admin_ports
-from diloco_node.cli.options import load, parse_option
+from diloco_node.cli.init import admin_ports
+from diloco_node.cli.options import CONFIG_NAME, load, load_text, parse_option
 from diloco_node.errors import ConfigError, IdentityError, PeerError, PeersUnreachable, StorageError
 from diloco_node.escaping import escaped
 
@@ -256,7 +255,7 @@ def _toml(
         "joined": str(run.changes),
         "admin_port": str(admin_ports({**addresses, region: place or None})[region]),
     }
-    config = _loaded(_text(sections, ""), peer, flags, assignments)
+    config = load_text(_text(sections, ""), f"as {peer} shows it, ", flags, assignments)
     _check_shared(config, peer, run)
     for key, value, origin in config.rows():
         if origin.startswith("--") and key != "run.init":
@@ -324,15 +323,6 @@ def _harmless(peer: str, key: str, value: Any) -> str:
     if strange := sorted(value.keys() - arguments.keys()):
         _say(f"model.hf_args of {peer} is taken without {escaped(', '.join(strange))}: add what you want with --set")
     return toml_text(arguments)
-
-
-def _loaded(text: str, peer: str, flags: Flags, assignments: Sequence[str] | None) -> NodeConfig:
-    with tempfile.TemporaryDirectory() as trial:
-        (Path(trial) / CONFIG_NAME).write_text(text)
-        try:
-            return load(Path(trial) / CONFIG_NAME, flags, assignments)
-        except ConfigError as error:
-            raise ConfigError(escaped(str(error)).replace(f"{trial}/", f"as {peer} shows it, ")) from None
 
 
 def _absolute(key: str, value: str) -> str:

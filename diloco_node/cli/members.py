@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from diloco_node.cli.options import ConfigOption, load, parse_option
+from diloco_node.cli.options import ConfigOption, has_config, load, parse_option
 from diloco_node.cli.orders import give_order
 from diloco_node.cli.places import RegionArgument, region_folder
 from diloco_node.cli.tables import since, table_lines
@@ -50,8 +50,7 @@ def list_members(
         typer.echo(json.dumps(members))
         return
     rows = [(row["region"], row["kind"], since(row), row["state"]) for row in members["rows"]]
-    for line in table_lines([(name, "left") for name in ("region", "kind", "since", "now")], rows):
-        typer.echo(line)
+    typer.echo("\n".join(table_lines([(name, "left") for name in ("region", "kind", "since", "now")], rows)))
     typer.echo(members["tolerance"])
 
 
@@ -227,7 +226,7 @@ def _change(
 def _key(key: Path | None, config: Path | None) -> Path:
     from diloco_node.transport.certificates import CA_KEY
 
-    if key is None and config is None and not Path("run.toml").exists():
+    if key is None and not has_config(config):
         raise ConfigError(f"there is no run.toml here that names the authority's folder: give --ca-key {CA_KEY}")
     return key if key is not None else load(config).run.certs_dir / CA_KEY
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
 from diloco_node.errors import ConfigError
+from diloco_node.escaping import escaped
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
 
 T = TypeVar("T")
+
+CONFIG_NAME: Final = "run.toml"
 
 ConfigOption = Annotated[
     Path | None,
@@ -53,6 +57,26 @@ def load(
     pairs = (values or {}).items()
     flags += [Flag(key, value, flag) for key, (flag, value) in pairs if value is not None and value != []]
     return load_config(config, flags)
+
+
+def has_config(config: Path | None) -> bool:
+    """Whether there is a run.toml: one that was named, or one here."""
+    return config is not None or Path(CONFIG_NAME).exists()
+
+
+def load_text(
+    text: str,
+    place: str,
+    values: Mapping[str, tuple[str, Any]] | None = None,
+    assignments: Sequence[str] | None = None,
+) -> NodeConfig:
+    """Resolve what a run.toml will say that is not written yet. place: before its name in messages; see `load`."""
+    with tempfile.TemporaryDirectory() as trial:
+        (Path(trial) / CONFIG_NAME).write_text(text)
+        try:
+            return load(Path(trial) / CONFIG_NAME, values, assignments)
+        except ConfigError as error:
+            raise ConfigError(escaped(str(error)).replace(f"{trial}/", place)) from None
 
 
 def parse_option(flag: str, text: str, parse: Callable[[str], T]) -> T:

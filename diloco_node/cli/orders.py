@@ -76,8 +76,7 @@ def show_budget(
         return
     ceilings = {"in all": plan, **{f"with {name}": row for name, row in plan["peers"].items()}}
     rows = [(name, _ceiling(row, "egress"), _ceiling(row, "ingress")) for name, row in ceilings.items()]
-    for line in table_lines([(folder.name, "left"), ("out", "right"), ("in", "right")], rows):
-        typer.echo(line)
+    typer.echo("\n".join(table_lines([(folder.name, "left"), ("out", "right"), ("in", "right")], rows)))
 
 
 def _ceiling(row: dict[str, Any], direction: str) -> str:

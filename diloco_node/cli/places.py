@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from diloco_node.cli.finished import no_daemon
-from diloco_node.cli.options import load
+from diloco_node.cli.options import has_config, load
 from diloco_node.config.urls import is_url
 from diloco_node.errors import ConfigError, PeersUnreachable
 from diloco_node.state_names import ADMIN_PORT_NAME, NODE_NAME
@@ -61,7 +61,7 @@ def find_targets(places: Sequence[str], config: Path | None) -> list[Target]:
     targets = []
     for place in places:
         matches = targets_in(place)
-        if not matches and _has_run(config):
+        if not matches and has_config(config):
             matches = [target for target in _targets_of_run(config) if target.name == place]
         if not matches:
             raise ConfigError(
@@ -123,7 +123,7 @@ def _check_runs(folders: Sequence[Path]) -> None:
 
 def run_folder(place: str | None, config: Path | None) -> Path:
     """Find the folder of a region, or of all regions: that of run.toml without a place. It need not exist."""
-    if place is not None and _exists(Path(place)):
+    if place is not None and is_there(Path(place)):
         return Path(place)
     settings = _settings(place, config, NODE_NAME)
     return settings.run.state_dir if place is None else settings.state_dir(place)
@@ -135,7 +135,7 @@ def copies_or_run(place: str) -> str | Path:
 
 
 def _settings(place: str | None, config: Path | None, file: str) -> NodeConfig:
-    if place is not None and not _has_run(config):
+    if place is not None and not has_config(config):
         raise ConfigError(f"{place!r} is no folder with {file}, and there is no run.toml here: {CONVENTION}")
     settings = load(config)
     if place is not None and place not in settings.regions:
@@ -146,13 +146,9 @@ def _settings(place: str | None, config: Path | None, file: str) -> NodeConfig:
     return settings
 
 
-def _has_run(config: Path | None) -> bool:
-    return config is not None or Path("run.toml").exists()
-
-
 def folders_with(file: str, folder: Path) -> list[Path]:
     """Folders that hold a file, which may be named itself: this one, or those one or two levels below it."""
-    if not _exists(folder):
+    if not is_there(folder):
         return []
     if folder.name == file and folder.is_file():
         return [folder.parent]
@@ -160,10 +156,11 @@ def folders_with(file: str, folder: Path) -> list[Path]:
     return sorted(path.parent for path in paths)
 
 
-def _exists(path: Path) -> bool:
+def is_there(path: Path) -> bool:
+    """Whether there is such a file or folder that this user may see; another user's region may have left it."""
     try:
         return path.exists()
-    except OSError:  # as of a name that is too long for a file
+    except OSError:  # also of a name that is too long for a file
         return False
 
 

@@ -40,8 +40,7 @@ def replay(
     if as_json:
         typer.echo(json.dumps(as_document(report)))
     else:
-        for line in report_lines(report):
-            typer.echo(line)
+        typer.echo("\n".join(report_lines(report)))
     if not report.agrees:
         raise typer.Exit(1)
 

@@ -45,8 +45,7 @@ def status(
         typer.echo(json.dumps({"regions": documents}))
     check_answers(documents)
     if not as_json:
-        for line in status_lines(documents, output_width()):
-            typer.echo(line)
+        typer.echo("\n".join(status_lines(documents, output_width())))
 
 
 def _watch(targets: Sequence[Target], as_json: bool) -> None:
@@ -59,6 +58,5 @@ def _watch(targets: Sequence[Target], as_json: bool) -> None:
         lines = [json.dumps({"regions": documents})] if as_json else [*status_lines(documents, width), ""]
         if not as_json and sys.stdout.isatty():
             typer.echo(CLEAR, nl=False)
-        for line in lines:
-            typer.echo(line)
+        typer.echo("\n".join(lines))
         time.sleep(PERIOD_S)

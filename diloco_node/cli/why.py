@@ -45,5 +45,4 @@ def why(
         lines += finding_lines(finding, width)
     if not explanation.findings:
         lines.append("nothing is slow, as far as these regions know")
-    for line in lines:
-        typer.echo(line)
+    typer.echo("\n".join(lines))

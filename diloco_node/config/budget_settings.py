@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator
 
 from diloco_node.config.budget_plan import WINDOWS_MAX, BudgetPlan, TimeWindow
-from diloco_node.config.field_types import setting
+from diloco_node.config.field_types import Section, setting
 from diloco_node.config.units import Rate, parse_rate
 from diloco_node.core.types import RateLimits
 
@@ -56,10 +56,8 @@ def ceiling(description: str, touch_when: str) -> Any:
     return setting(None, description, touch_when, changes="running", examples=["2Gbit/s"])
 
 
-class LimitsSection(BaseModel):
+class LimitsSection(Section):
     """`[budget.per_peer.NAME]`, and all that has ceilings in both directions; none: no limit."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     egress: Ceiling | None = ceiling("ceiling of the traffic to that region", "one link is narrow or dear")
     ingress: Ceiling | None = ceiling("ceiling of the traffic from it", "one link is narrow or dear")
@@ -96,7 +94,7 @@ class BudgetSection(LimitsSection):
         "ceiling of what each region sends, all links together; none: no limit", "the line is shared or paid"
     )
     ingress: Ceiling | None = ceiling("the same of what it receives", "the line is shared or paid")
-    per_peer: Annotated[dict[str, LimitsSection], Field(examples=[{}])] = {}
+    per_peer: dict[str, LimitsSection] = Field(default={}, examples=[{}])
     # The first window that holds decides.
     schedule: Annotated[tuple[WindowSection, ...], Field(max_length=WINDOWS_MAX, examples=[()])] = ()
 

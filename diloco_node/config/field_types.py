@@ -6,7 +6,7 @@ import ipaddress
 import re
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic.fields import FieldInfo
 from pydantic_settings import NoDecode
 
@@ -63,6 +63,12 @@ def _admin_host(value: object) -> object:
         # 0.0.0.0 would also open it to the network between regions.
         raise ValueError("it must be one address of this machine, as a number, and not all of them")
     return value
+
+
+class Section(BaseModel):
+    """A table of run.toml: unknown keys are refused, values don't change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]

@@ -6,14 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BeforeValidator, Field
+from pydantic_settings import NoDecode
 
 from diloco_node.config.budget_settings import BudgetSection, Ceiling, ceiling
 from diloco_node.config.field_types import (
     AdminHost,
     HostPort,
     Number,
+    Section,
     Span,
     Whole,
     changes,
@@ -40,12 +41,6 @@ constant, agreement = partial(setting, changes="fixed"), partial(setting, change
 
 ledger_setting = partial(setting, changes="set")
 """As `setting`: one that the ledger holds, and an operator changes in all regions at one entry of it."""
-
-
-class Section(BaseModel):
-    """A table of run.toml: unknown keys are refused, values don't change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class RunSection(Section):
@@ -371,16 +366,8 @@ class RegionSection(Section):
     )
 
 
-class Tree(BaseSettings):
-    """All of run.toml. Values are handed in already merged (`sources`), so that their origins are known."""
-
-    model_config = SettingsConfigDict(
-        env_prefix="DILOCO_",
-        env_nested_delimiter="__",
-        extra="forbid",
-        frozen=True,
-        nested_model_default_partial_update=False,
-    )
+class Tree(Section):
+    """All of run.toml."""
 
     run: RunSection
     model: ModelSection = ModelSection()
@@ -391,15 +378,3 @@ class Tree(BaseSettings):
     log: LogSection = LogSection()
     history: HistorySection = HistorySection()
     regions: dict[str, RegionSection]
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what is handed in."""
-        return (init_settings,)

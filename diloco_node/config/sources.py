@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
-from pydantic_settings import EnvSettingsSource, SettingsError, TomlConfigSettingsSource
+from pydantic_settings import EnvSettingsSource, SettingsError
 
 from diloco_node.config.schema import Tree
 from diloco_node.config.urls import is_url
@@ -100,8 +101,8 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
     try:
         if path.stat().st_size > CONFIG_BYTES_MAX:
             raise ConfigError(f"{path} has more than {CONFIG_BYTES_MAX} bytes: that is no run.toml")
-        text = path.read_text(encoding="utf-8")
-        tree = TomlConfigSettingsSource(Tree, toml_file=path)()
+        text = path.read_bytes().decode()
+        tree = tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist: name the run's settings with --config run.toml, or let `init` write them, or "
@@ -168,7 +169,7 @@ def read_environment() -> tuple[dict[str, Any], dict[Key, str]]:
         _check_variable(name, key)
         origins[_region_key(key)] = name
     try:
-        tree = EnvSettingsSource(Tree)()
+        tree = EnvSettingsSource(cast(Any, Tree), env_prefix=ENV_PREFIX, env_nested_delimiter="__")()
     except SettingsError as error:
         raise ConfigError(f"a DILOCO_ variable can't be read ({error}): write DILOCO_ROUNDS__SYNC_EVERY=24") from error
     result: dict[str, Any] = {}

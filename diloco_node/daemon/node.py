@@ -134,7 +134,6 @@ class Node:
         )
         self.measuring = Measuring(
             region=spec.region,
-            peers=tuple(self.transport.addresses),
             transport=self.transport,
             spawn=spawn,
             executor=threads.background,
@@ -276,8 +275,7 @@ class Node:
         addresses = self._addresses()
         members = {name for roster in rosters for name in roster.names}
         self.transport.follow(addresses, addresses.keys() - members, messages_per_s=self._messages_per_s())
-        self._measure_command.peers = tuple(self.transport.addresses)
-        self.measuring.follow(self._measure_command.peers)
+        self._measure_command.peers = self.measuring.peers
 
     def _members(self) -> tuple[Roster, ...]:
         """The rosters that say who is linked with: as committed, by the log, and a newer one that a peer has shown."""

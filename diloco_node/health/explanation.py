@@ -36,6 +36,9 @@ BEHIND_STEPS: Final = 0.9
 BEHIND_ENTRIES: Final = 4
 JOINED_LOW: Final = 0.9
 
+STOPPING: Final = (kinds.NO_COMMIT, kinds.NO_MAJORITY, kinds.CUT_OFF, kinds.DISK_REFUSED)
+"""Alerts of what stops rounds from committing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
@@ -71,13 +74,18 @@ def explain(documents: Sequence[Document], regions: Sequence[str] = ()) -> Expla
     """Find the causes of slow or missing merges. regions: leave out findings about other regions only; empty: none."""
     documents = [document for document in documents if text(document, "state")]
     path = critical_path(documents)
+    alerts = joint_alerts(documents)
     findings = [
-        *_merging(documents),
-        *_processors(documents),
+        *_of_alerts(alerts, "merging", *(kind.code for kind in STOPPING)),
+        *_open_rounds(documents),
+        # There the daemon waits for a processor: no link and no budget is to blame.
+        *_of_alerts(alerts, "machine", kinds.STARVED.code),
+        *_of_alerts(alerts, "merging", kinds.MERGES_LATE.code),
         *_rounds(documents, path),
         *_links(documents, path),
         *_budget(documents),
-        *_learners(documents),
+        *_of_alerts(alerts, "learner", "A-LEARNER", "A-LOSS"),
+        *_slow_learners(documents),
         *_behind(documents),
     ]
     documents_of_regions = [document for document in documents if text(document, "region") in regions]
@@ -110,20 +118,19 @@ def _cause(
     return Finding(mark, topic, line, regions, hint, basis=basis, saves_seconds=saves_seconds)
 
 
-def _of_alert(topic: str, alert: Finding) -> Finding:
-    return dataclasses.replace(alert, code=topic, text=alert.named_text, command="")
+def _of_alerts(alerts: Sequence[Finding], topic: str, *codes: str) -> Iterator[Finding]:
+    """Make causes of alerts whose codes begin so."""
+    for alert in alerts:
+        if alert.code.startswith(codes):
+            # The hint of these alerts is to run `why`.
+            hint = "" if alert.code in (kinds.NO_COMMIT.code, kinds.MERGES_LATE.code) else alert.hint
+            regions = () if alert.code in (kinds.NO_COMMIT.code, kinds.NO_MAJORITY.code) else alert.regions
+            line = alert.named_text
+            yield dataclasses.replace(alert, code=topic, text=line, regions=regions, hint=hint, command="")
 
 
-def _merging(documents: Sequence[Document]) -> Iterator[Finding]:
-    """Name what stops rounds from committing: alerts, and what open rounds wait for."""
-    for alert in joint_alerts(documents):
-        if alert.code == kinds.NO_COMMIT.code:
-            # The hint of that alert is to run `why`.
-            yield dataclasses.replace(_of_alert("merging", alert), regions=(), hint="")
-        elif alert.code == kinds.NO_MAJORITY.code:
-            yield dataclasses.replace(_of_alert("merging", alert), regions=())
-        elif alert.code in (kinds.CUT_OFF.code, kinds.DISK_REFUSED.code):
-            yield _of_alert("merging", alert)
+def _open_rounds(documents: Sequence[Document]) -> Iterator[Finding]:
+    """Name what open rounds wait for."""
     for document in documents:
         if document.get("role") != "leader":
             continue
@@ -132,15 +139,6 @@ def _merging(documents: Sequence[Document]) -> Iterator[Finding]:
             yield _cause("merging", (), line, basis=f"open since {duration(number(round_, 'open_seconds') or 0.0)}")
         if not rows(document, "rounds") and text(document, "reason"):
             yield _cause("merging", (), f"no round is open: {text(document, 'reason')}")
-
-
-def _processors(documents: Sequence[Document]) -> Iterator[Finding]:
-    """Name the regions whose daemons wait for a processor: there no link and no budget is to blame."""
-    for alert in joint_alerts(documents):
-        if alert.code in (kinds.STARVED.code, kinds.MERGES_LATE.code):
-            # The hint of the other alert is to run `why`.
-            hint = alert.hint if alert.code == kinds.STARVED.code else ""
-            yield dataclasses.replace(_of_alert("machine" if hint else "merging", alert), hint=hint)
 
 
 def _rounds(documents: Sequence[Document], path: CriticalPath | None) -> Iterator[Finding]:
@@ -240,10 +238,7 @@ def _budget(documents: Sequence[Document]) -> Iterator[Finding]:
             yield _cause("budget", (text(document, "region"),), warning, "set one of the values in the line")
 
 
-def _learners(documents: Sequence[Document]) -> Iterator[Finding]:
-    for alert in joint_alerts(documents):
-        if alert.code.startswith(("A-LEARNER", "A-LOSS")):
-            yield _of_alert("learner", alert)
+def _slow_learners(documents: Sequence[Document]) -> Iterator[Finding]:
     steps_s = {text(document, "region"): number(section(document, "learner"), "step_seconds") for document in documents}
     times_s = {name: step_s for name, step_s in steps_s.items() if step_s}
     for name, step_s in sorted(times_s.items()):

@@ -92,7 +92,6 @@ async def measuring_end(
         )
         measuring = handler.measuring = Measuring(
             region=identity.region,
-            peers=tuple(sorted(peers)),
             transport=transport,
             spawn=spawn,
             executor=executor,

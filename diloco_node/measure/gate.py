@@ -38,18 +38,12 @@ class MeasuringGate:
     is_bounded: peers that ask have a limit of bytes; an end that does nothing but measure needs none.
     """
 
-    def __init__(self, peers: tuple[str, ...], *, is_bounded: bool, now_ns: int) -> None:
+    def __init__(self, *, is_bounded: bool) -> None:
         self.is_bounded = is_bounded
+        # Made, and full, when a peer asks for the first time.
         self._bytes: dict[str, TokenBucket] = {}
         self._echoes: dict[str, TokenBucket] = {}
         self._running: _Admitted | None = None
-        for peer in peers:
-            self.add_peer(peer, now_ns=now_ns)
-
-    def add_peer(self, peer: str, *, now_ns: int) -> None:
-        """Let one more peer ask; nothing changes for one that may."""
-        self._bytes.setdefault(peer, TokenBucket(REQUEST_BYTES_PER_S, burst=REQUEST_BYTES_SAVED_MAX, now_ns=now_ns))
-        self._echoes.setdefault(peer, TokenBucket(ECHOES_PER_S, burst=ECHOES_SAVED_MAX, now_ns=now_ns))
 
     def begin(self, purpose: str, *, requester: str | None, bytes_max: int, now_ns: int) -> str:
         """Begin a measurement; the reason why not, or empty when it has begun and `end` must follow.
@@ -58,20 +52,19 @@ class MeasuringGate:
         """
         if self._running is not None:
             return f"busy with another measurement: {self.describe(now_ns=now_ns)}; try again"
-        if (
-            requester is not None
-            and self.is_bounded
-            and not (
-                # A bucket lets through what is over its burst when it is full: a measurement could never be paid back.
-                bytes_max <= REQUEST_BYTES_SAVED_MAX and self._bytes[requester].try_spend(bytes_max, now_ns=now_ns)
-            )
-        ):
+        if requester is not None and self.is_bounded and not self._may_spend(requester, bytes_max, now_ns):
             return (
                 f"{requester} has asked for too many bytes lately: a peer may have {REQUEST_BYTES_SAVED_MAX} bytes "
                 f"measured at once, and {REQUEST_BYTES_PER_S} bytes/s in the long run; wait, or measure for less time"
             )
         self._running = _Admitted(purpose, requester, now_ns, bytes_max)
         return ""
+
+    def _may_spend(self, peer: str, bytes_max: int, now_ns: int) -> bool:
+        bucket = TokenBucket(REQUEST_BYTES_PER_S, burst=REQUEST_BYTES_SAVED_MAX, now_ns=now_ns)
+        bucket = self._bytes.setdefault(peer, bucket)
+        # A bucket lets through what is over its burst when it is full: a measurement could never be paid back.
+        return bytes_max <= REQUEST_BYTES_SAVED_MAX and bucket.try_spend(bytes_max, now_ns=now_ns)
 
     def end(self, *, used_bytes: int) -> None:
         """It is over; of its bytes so many were used."""
@@ -89,7 +82,8 @@ class MeasuringGate:
 
     def may_echo(self, peer: str, *, now_ns: int) -> bool:
         """Whether one more echo of this peer is answered."""
-        return self._echoes[peer].try_spend(1, now_ns=now_ns)
+        bucket = TokenBucket(ECHOES_PER_S, burst=ECHOES_SAVED_MAX, now_ns=now_ns)
+        return self._echoes.setdefault(peer, bucket).try_spend(1, now_ns=now_ns)
 
 
 class ProbesExpected:

@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from diloco_node.errors import ConfigError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.measure.echoes import EchoProbe
 from diloco_node.measure.gate import MeasuringGate
-from diloco_node.measure.probes import FlowTimes, ProbeReceivers, warm_up_ns
+from diloco_node.measure.probes import FlowTimes, ProbeReceivers, ending, warm_up_ns
 from diloco_node.measure.requester import FlowMeasured, FlowRequest, MeasurementRequester
 from diloco_node.measure.responder import MeasurementResponder, Spawn
 from diloco_node.measure.samples import Latency
@@ -42,7 +42,6 @@ class Measuring:
         self,
         *,
         region: str,
-        peers: tuple[str, ...],
         transport: GrpcTransport,
         spawn: Spawn,
         executor: Executor,
@@ -51,12 +50,11 @@ class Measuring:
         is_bounded: bool = True,
     ) -> None:
         self.region = region
-        self.peers = peers
         self.transport = transport
         self._dial = dial
         self._now_ns = now_ns
-        self.receivers = ProbeReceivers(peers, now_ns=now_ns)
-        self.gate = MeasuringGate(peers, is_bounded=is_bounded, now_ns=now_ns())
+        self.receivers = ProbeReceivers(now_ns=now_ns)
+        self.gate = MeasuringGate(is_bounded=is_bounded)
         self.echoes = EchoProbe(transport, self.gate, now_ns=now_ns)
         self.requester = MeasurementRequester(transport, self.receivers, executor)
         self.responder = MeasurementResponder(
@@ -69,12 +67,10 @@ class Measuring:
             now_ns=now_ns,
         )
 
-    def follow(self, peers: tuple[str, ...]) -> None:
-        """Measure with these peers from now on."""
-        self.peers = peers
-        for peer in peers:
-            self.receivers.add_peer(peer)
-            self.gate.add_peer(peer, now_ns=self._now_ns())
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The peers of the transport."""
+        return tuple(self.transport.addresses)
 
     @contextlib.asynccontextmanager
     async def own_links(self) -> AsyncIterator[Measuring]:
@@ -155,7 +151,7 @@ class Measuring:
         with self.exclusive(f"latency under load to {request.peer}"):
             self._check_link(request.peer)
             filling = asyncio.create_task(self.requester.flow(request), name=f"load {request.peer}")
-            try:
+            async with ending(filling):
                 await asyncio.wait([filling], timeout=request.times.warm_up_ns / NS_PER_S)
                 if filling.done():
                     filling.result()
@@ -165,9 +161,6 @@ class Measuring:
                 latency = await self.echoes.measure(request.peer, span_s, load=filling)
                 await filling  # had it failed on the way, these would not be times under load
                 return latency
-            finally:
-                filling.cancel()
-                await asyncio.gather(filling, return_exceptions=True)
 
     async def flow(self, request: FlowRequest) -> FlowMeasured:
         """Fill the measurement lane one way, and count at the far end.

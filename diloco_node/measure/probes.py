@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from diloco_node.errors import LinkLost
 from diloco_node.measure.gate import ProbesExpected
@@ -66,6 +67,17 @@ def warm_up_ns(rtt_ns: int) -> int:
     return min(max(25 * rtt_ns, NS_PER_S), 5 * NS_PER_S)
 
 
+@contextlib.asynccontextmanager
+async def ending(*tasks: asyncio.Task[Any]) -> AsyncIterator[None]:
+    """Tasks that are over when this is."""
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def make_body(executor: Executor) -> memoryview:
     """`BODY_BYTES_MAX` random bytes to send, made in a thread: it takes up to half a second of CPU time."""
     return memoryview(await asyncio.get_running_loop().run_in_executor(executor, os.urandom, BODY_BYTES_MAX))
@@ -107,7 +119,7 @@ class ProbeSender:
         """Send; returns what was counted after the warm-up. Raises LinkLost: it is down, or nobody says "enough"."""
         tasks = [asyncio.create_task(self._fill(), name=f"probes {self._peer}") for _ in range(TRANSFERS_QUEUED)]
         stop = asyncio.create_task(self._stop.wait())
-        try:
+        async with ending(*tasks, stop):
             before = await self._count()
             if not await self._stopped_within(tasks, stop, self._request.warm_up_ns / NS_PER_S):
                 before = await self._count()
@@ -115,10 +127,6 @@ class ProbeSender:
             after = await self._count()
             if not await self._stopped_within(tasks, stop, SENDER_GRACE_S + START_S):
                 raise LinkLost(f"{self._peer}: it does not say what it received of a measurement")
-        finally:
-            for task in (*tasks, stop):
-                task.cancel()
-            await asyncio.gather(*tasks, stop, return_exceptions=True)
         tcp = (-1, -1)
         if before.tcp is not None and after.tcp is not None:
             tcp = (
@@ -262,14 +270,10 @@ async def _is_set_within(event: asyncio.Event, limit_s: float) -> bool:
 class ProbeReceivers:
     """The receivers that are here: brings what arrives to the right one, and refuses what nobody agreed to."""
 
-    def __init__(self, peers: tuple[str, ...], *, now_ns: Callable[[], int]) -> None:
+    def __init__(self, *, now_ns: Callable[[], int]) -> None:
         self._now_ns = now_ns
-        self.expected = {peer: ProbesExpected() for peer in peers}
+        self.expected: defaultdict[str, ProbesExpected] = defaultdict(ProbesExpected)
         self._receivers: dict[tuple[str, int], ProbeReceiver] = {}
-
-    def add_peer(self, peer: str) -> None:
-        """Take the probes of one more peer."""
-        self.expected.setdefault(peer, ProbesExpected())
 
     @contextlib.contextmanager
     def receiver(self, peer: str, request: MeasurementRequested) -> Iterator[ProbeReceiver]:

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from diloco_node.errors import DilocoError, LinkLost, PeerError, ProtocolViolation
 from diloco_node.escaping import escaped
@@ -20,6 +20,7 @@ from diloco_node.measure.probes import (
     ProbeReceiver,
     ProbeReceivers,
     ProbeSender,
+    ending,
     make_body,
 )
 from diloco_node.numeric import NS_PER_S
@@ -92,17 +93,6 @@ class Exchange:
         if not isinstance(answer, kind):
             raise PeerError(f"{self.peer} said {type(answer).__name__}; expected {kind.__name__}")
         return answer
-
-
-@contextlib.asynccontextmanager
-async def ending(*tasks: asyncio.Task[Any]) -> AsyncIterator[None]:
-    """Tasks that are over when this is."""
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class MeasurementRequester:

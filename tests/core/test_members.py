@@ -12,7 +12,6 @@ from diloco_node.core.messages import RosterShown
 from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import RoundBody
-from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.member_check import MemberCheck
 from diloco_node.lab.sim.planting import signature_of, signed
 from diloco_node.numeric import NS_PER_S
@@ -163,7 +162,7 @@ def test_contributors_do_not_count_for_the_majority_nor_stand_for_election(patch
     count = len(small.bodies())
     small.go(15)
     assert len(small.bodies()) <= count + 2, "one of three voters and two contributors commit nothing"
-    assert not any(view.ledger(host.core).is_leader for host in small.hosts.values() if host.core is not None)
+    assert not any(host.is_leading for host in small.hosts.values())
     small.hosts[first].start_daemon()
     small.go(20)
     assert len(small.bodies()) > count + 4, "two of three voters do"
@@ -442,7 +441,7 @@ def test_a_leader_that_makes_up_a_change_of_the_members_is_refused_and_loses_its
     until_ns = small.world.now_ns + 6_000_000_000
     small.sim.run_until(lambda: small.world.now_ns > until_ns)
     assert any("no authority of the run has signed it" in text for text in violations)
-    assert any(view.ledger(small.hosts[name].core).is_leader for name in followers), "they follow it no more"
+    assert any(small.hosts[name].core.ledger.is_leader for name in followers), "they follow it no more"
     for name in followers:
         assert small.hosts[name].core.ledger.disks.roster.voters == small.sim.setup.founders
 

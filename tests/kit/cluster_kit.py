@@ -19,7 +19,6 @@ from diloco_node.lab.demo.account_check import AccountReport, check_account
 from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.demo.demo_report import build_report, learner_status, longest_ledger, read_region_report
 from diloco_node.lab.demo.demo_run import EVALUATION, Demo
-from diloco_node.lab.demo.live import LiveView
 from diloco_node.lab.demo.region_processes import order_finish
 from diloco_node.storage.trained import read_trained
 
@@ -77,7 +76,7 @@ class Cluster:
     async def start(self, *names: str) -> None:
         """Start some regions, or all of them."""
         if not Cluster.has_kernels:
-            await self.demo.compile(LiveView("", is_quiet=True))
+            await self.demo.compile()
             Cluster.has_kernels = True
         for name in names or self.names:
             self.regions[name].status = {}  # what a life before has said

@@ -72,7 +72,6 @@ class Region(Changing):
         )
         self.measuring = Measuring(
             region=self.name,
-            peers=tuple(sorted(peers)),
             transport=self.transport,
             spawn=self.spawn,
             executor=self.pool,

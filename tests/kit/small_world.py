@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core import events as ev
 from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.region import RegionCore
-from diloco_node.core.types import CarryMode
+from diloco_node.core.types import CarryMode, Codec
 from diloco_node.core.view import RegionView
 from diloco_node.lab.sim import simulation as run
-from diloco_node.lab.sim.fake_tensors import FragmentLayout
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.setup import draw_setup
 from diloco_node.lab.sim.simulation import Simulation
@@ -59,7 +59,7 @@ class Small:
             } | settings
             run_settings = replace(setup_.settings, **own_settings)  # type: ignore[arg-type]
             manifest = build_manifest(setup_.manifest.tensors[:4], 4)
-            layouts = tuple(FragmentLayout.of(fragment.piece_sizes) for fragment in manifest.fragments)
+            layouts = tuple(FragmentBlocks(fragment.piece_sizes, Codec.BF16) for fragment in manifest.fragments)
             return replace(
                 setup_,
                 settings=run_settings,
@@ -120,9 +120,7 @@ class Small:
         return core.view()
 
     def leader(self) -> str:
-        return next(
-            name for name, host in sorted(self.hosts.items()) if host.core is not None and host.core.ledger.is_leader
-        )
+        return next(name for name, host in sorted(self.hosts.items()) if host.is_leading)
 
     def others(self) -> list[str]:
         return [name for name in sorted(self.hosts) if name != self.leader()]

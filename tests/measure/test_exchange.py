@@ -6,7 +6,8 @@ import pytest
 
 from diloco_node.errors import LinkLost, PeerError, ProtocolViolation
 from diloco_node.measure.echoes import Echoes, share_retransmitted
-from diloco_node.measure.requester import ANSWERS_MAX, Exchange, ending
+from diloco_node.measure.probes import ending
+from diloco_node.measure.requester import ANSWERS_MAX, Exchange
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.wire import measure_messages as msg
 

@@ -19,15 +19,11 @@ S = NS_PER_S
 TEST_BYTES = 4 * 2**30
 
 
-def gate_of(*peers: str, is_bounded: bool = True) -> MeasuringGate:
-    return MeasuringGate(peers, is_bounded=is_bounded, now_ns=0)
-
-
 # ---- the gate --------------------------------------------------------------------------------------------------------
 
 
 def test_one_measurement_at_a_time_and_the_refusal_says_which() -> None:
-    gate = gate_of("b", "c")
+    gate = MeasuringGate(is_bounded=True)
     assert gate.describe(now_ns=0) == ""
     assert gate.begin("bandwidth to b", requester=None, bytes_max=0, now_ns=0) == ""
     for requester in ("b", "c", None):
@@ -39,7 +35,7 @@ def test_one_measurement_at_a_time_and_the_refusal_says_which() -> None:
 
 
 def test_a_refused_request_costs_the_peer_nothing() -> None:
-    gate = gate_of("b")
+    gate = MeasuringGate(is_bounded=True)
     gate.begin("mine", requester=None, bytes_max=0, now_ns=0)
     for _ in range(100):
         assert gate.begin("x", requester="b", bytes_max=TEST_BYTES, now_ns=0)
@@ -48,7 +44,7 @@ def test_a_refused_request_costs_the_peer_nothing() -> None:
 
 
 def test_a_peer_may_have_so_many_bytes_measured_and_then_has_to_wait() -> None:
-    gate = gate_of("b", "c")
+    gate = MeasuringGate(is_bounded=True)
     for _ in range(REQUEST_BYTES_SAVED_MAX // TEST_BYTES):
         assert gate.begin("x", requester="b", bytes_max=TEST_BYTES, now_ns=0) == ""
         gate.end(used_bytes=TEST_BYTES)
@@ -60,21 +56,21 @@ def test_a_peer_may_have_so_many_bytes_measured_and_then_has_to_wait() -> None:
 
 
 def test_what_was_not_used_is_given_back() -> None:
-    gate = gate_of("b")
+    gate = MeasuringGate(is_bounded=True)
     for _ in range(1000):
         assert gate.begin("x", requester="b", bytes_max=TEST_BYTES, now_ns=0) == ""
         gate.end(used_bytes=1000)
 
 
 def test_the_operator_is_not_limited_by_bytes_over_time() -> None:
-    gate = gate_of("b")
+    gate = MeasuringGate(is_bounded=True)
     for _ in range(1000):
         assert gate.begin("x", requester=None, bytes_max=TEST_BYTES, now_ns=0) == ""
         gate.end(used_bytes=TEST_BYTES)
 
 
 def test_more_at_once_than_may_be_saved_is_refused_whatever_is_there() -> None:
-    gate = gate_of("b")
+    gate = MeasuringGate(is_bounded=True)
     for now_ns in (0, 10**6 * S):
         reason = gate.begin("x", requester="b", bytes_max=REQUEST_BYTES_SAVED_MAX + 1, now_ns=now_ns)
         assert "too many bytes" in reason
@@ -82,18 +78,18 @@ def test_more_at_once_than_may_be_saved_is_refused_whatever_is_there() -> None:
 
 
 def test_an_end_that_only_measures_has_no_limit_of_bytes() -> None:
-    gate = gate_of("b", is_bounded=False)
+    gate = MeasuringGate(is_bounded=False)
     for _ in range(1000):
         assert gate.begin("x", requester="b", bytes_max=REQUEST_BYTES_SAVED_MAX + 1, now_ns=0) == ""
         gate.end(used_bytes=REQUEST_BYTES_SAVED_MAX)
 
 
 def test_echoes_of_a_peer_are_limited_but_twice_what_a_measurement_sends_passes() -> None:
-    gate = gate_of("b", "c")
+    gate = MeasuringGate(is_bounded=True)
     assert sum(gate.may_echo("b", now_ns=0) for _ in range(10_000)) == ECHOES_SAVED_MAX
     assert gate.may_echo("c", now_ns=0)
     assert sum(gate.may_echo("b", now_ns=S) for _ in range(10_000)) == ECHOES_PER_S
-    steady = gate_of("b")
+    steady = MeasuringGate(is_bounded=True)
     assert all(steady.may_echo("b", now_ns=number * S // 100) for number in range(6000))
 
 

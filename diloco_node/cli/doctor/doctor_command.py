@@ -35,8 +35,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(examination_document(findings), indent=1))
     else:
-        for line in examination_lines(findings):
-            typer.echo(line)
+        typer.echo("\n".join(examination_lines(findings)))
     raise typer.Exit(1 if has_failed(findings) else 0)
 
 
@@ -46,13 +45,12 @@ def examination(
     """Examine category by category. Checks that need run.toml or a certificate are left out when that is wrong."""
     import datetime as dt
 
-    from diloco_node.cli.doctor import examine, verdicts
+    from diloco_node.cli.doctor import examine, topics
 
     try:
         patient = patient_of(config, region, assignments)
     except ConfigError as error:
-        path, hint = str(config or "run.toml"), "do what it says, or write a new one: diloco-node init"
-        yield verdicts.settings_read(path, str(error), hint)
+        yield topics.RUN_TOML.failed(str(error), "do what it says, or write a new one: diloco-node init")
         yield from examine.examine_machine(None)
         return
     yield from examine.examine_settings(patient)

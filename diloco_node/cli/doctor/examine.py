@@ -15,6 +15,7 @@ from diloco_node import __version__
 from diloco_node.cli import start
 from diloco_node.cli.doctor import machine_facts as probes
 from diloco_node.cli.doctor import topics, verdicts
+from diloco_node.cli.places import is_there
 from diloco_node.errors import BindError, ConfigError, DilocoError, IdentityError, PeerError
 from diloco_node.health.finding import Finding, read_alert
 from diloco_node.health.reading import rows, section
@@ -118,11 +119,11 @@ def examine_settings(patient: Patient) -> Iterator[Finding]:
     """Compare run.toml with the settings with which each region on this machine was started."""
     from diloco_node.daemon.spec import NodeSpec
 
-    yield verdicts.settings_read(str(patient.config.path), "", "")
+    yield topics.RUN_TOML.ok(f"{patient.config.path} is right")
     now = dataclasses.asdict(patient.config.run_settings())
     for name in patient.config.regions:
         file = patient.config.state_dir(name) / NODE_NAME
-        if probes.is_there(file):
+        if is_there(file):
             try:
                 yield verdicts.settings_kept(name, dataclasses.asdict(NodeSpec.load(file).settings), now)
             except DilocoError as error:
@@ -173,7 +174,7 @@ def examine_peers(patient: Patient, identity: Identity) -> Iterator[Finding]:
         if not address:
             yield topics.REACHABLE.unknown(f"{peer} has no address, so it dials us")
         else:
-            answer, mtu = results[peer].answer, results[peer].mtu
+            answer, mtu = results[peer]
             if isinstance(answer, PeerError):
                 yield verdicts.peer_refused(peer, address, str(answer))
             else:

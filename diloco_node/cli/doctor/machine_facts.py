@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from diloco_node.cli.places import is_there
 from diloco_node.errors import DiskRefused
 from diloco_node.file_lock import lock_file
 
@@ -43,14 +44,6 @@ def descriptor_limit() -> int:
     """The hard limit of open files."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
-
-
-def is_there(path: Path) -> bool:
-    """Whether there is such a file or folder that this user may see; another user's region may have left it."""
-    try:
-        return path.exists()
-    except OSError:
-        return False
 
 
 def nearest_folder(path: Path) -> Path:

@@ -38,12 +38,8 @@ class PathMtu:
     is_through: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PeerFacts:
-    """answer: of what listens at the address, or why there is none. mtu: None where nothing takes a connection."""
-
-    answer: PeerAnswer | PeerError
-    mtu: PathMtu | None
+PeerFacts = tuple[PeerAnswer | PeerError, PathMtu | None]
+"""The answer of what listens at an address, or why there is none; None where nothing takes a connection."""
 
 
 async def look_at_peers(identity: Identity, addresses: Mapping[str, str]) -> dict[str, PeerFacts]:
@@ -55,7 +51,7 @@ async def look_at_peers(identity: Identity, addresses: Mapping[str, str]) -> dic
             answer: PeerAnswer | PeerError = await ask_peer(identity, peer, addresses[peer], timeout_s=TIMEOUT_S)
         except PeerError as error:
             answer = error
-        return PeerFacts(answer, await mtu)
+        return answer, await mtu
 
     results = await asyncio.gather(*(look_at(peer) for peer in addresses))
     return dict(zip(addresses, results, strict=True))

@@ -149,11 +149,6 @@ _CERTIFICATE_HINTS: Final = (
 )
 
 
-def settings_read(path: str, error: str, hint: str) -> Finding:
-    """Judge whether run.toml is there and right."""
-    return topics.RUN_TOML.failed(error, hint) if error else topics.RUN_TOML.ok(f"{path} is right")
-
-
 def settings_kept(region: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Finding:
     """Compare settings that all regions share: as this region was started last, and as run.toml has them now."""
     changes = differences(before, now)

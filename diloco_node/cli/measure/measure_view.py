@@ -30,8 +30,7 @@ def show(document: Mapping[str, Any]) -> None:
         lines = mesh_table(document)
     if document.get("ended_early"):
         lines.append("ended early: this is what was measured until then")
-    for line in lines:
-        typer.echo(line)
+    typer.echo("\n".join(lines))
 
 
 def latency_table(document: Mapping[str, Any]) -> list[str]:

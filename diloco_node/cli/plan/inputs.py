@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from pydantic import BaseModel, Field, ValidationError
 
+from diloco_node.config.units import RATE_BYTES_PER_S_MAX
 from diloco_node.core.merge.fragments import VALUES_MAX, Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import RunSettings
 from diloco_node.errors import ConfigError, StorageError
@@ -20,13 +21,12 @@ from diloco_node.state_names import NODE_NAME
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
-    from diloco_node.core.types import RateLimits
+    from diloco_node.core.types import Direction, RateLimits
 
 _LARGE: Final = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 MESH_BYTES_MAX: Final = 16 * 2**20
 MESH_REGIONS_MAX: Final = 64
 RTT_S_MAX: Final = 600.0
-RATE_MAX: Final = 10**14 // 8
 MESH_SHAPE: Final = (
     '{"regions": ["a", "b"], "pairs": [{"from": "a", "to": "b", "rtt_seconds": 0.04, "bytes_per_second": 250000000}, '
     "...]} with the ordered pairs that were measured"
@@ -52,15 +52,10 @@ class Source:
     rtt_ns: int = 0
     limits: Mapping[str, RateLimits] = field(default_factory=dict)
 
-    @property
-    def egress(self) -> dict[str, int]:
-        """Ceilings of what regions send; those without a limit are not in it."""
-        return {region: rates.egress for region, rates in self.limits.items() if rates.egress is not None}
-
-    @property
-    def ingress(self) -> dict[str, int]:
-        """The same of what they receive."""
-        return {region: rates.ingress for region, rates in self.limits.items() if rates.ingress is not None}
+    def ceilings(self, direction: Direction) -> dict[str, int]:
+        """Ceilings of regions in a direction; those without a limit are not in it."""
+        rates = {region: getattr(limits, direction) for region, limits in self.limits.items()}
+        return {region: rate for region, rate in rates.items() if rate is not None}
 
     def sizes(self, fragments: int) -> tuple[FragmentSize, ...]:
         """The model cut into this many fragments. Raises ConfigError: it can't be cut so fine."""
@@ -212,7 +207,7 @@ class _Pair(BaseModel):
     source: str = Field(alias="from")
     to: str
     rtt_seconds: float = Field(ge=0, le=RTT_S_MAX, strict=True)
-    bytes_per_second: float = Field(ge=1, le=RATE_MAX, strict=True)
+    bytes_per_second: float = Field(ge=1, le=RATE_BYTES_PER_S_MAX, strict=True)
 
 
 class _MeshFile(BaseModel):

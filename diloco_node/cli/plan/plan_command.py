@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from diloco_node.cli.options import parse_option
+from diloco_node.cli.options import has_config, load, parse_option
 from diloco_node.errors import ConfigError
 from diloco_node.state_names import NODE_NAME
 
@@ -71,6 +71,7 @@ def plan(
     """
     from diloco_node.cli.plan.inputs import read_mesh
     from diloco_node.cli.plan.plan_view import document, render
+    from diloco_node.core.types import Direction
     from diloco_node.planning.plan import Network, Workload, make_plan
 
     source = _source(parameters, config, place, is_counted=regions is not None)
@@ -82,9 +83,9 @@ def plan(
     rtt_ns, origins["rtt"] = _rtt(source, rtt, mesh)
     names = _region_names(source, links, regions)
     workload = Workload(source.sizes(settings.fragments), names, settings, step_time_ns)
+    ceilings = [source.ceilings(direction) for direction in Direction]
     out, into = (
-        ceilings if limit is None else dict.fromkeys(names, limit)
-        for ceilings, limit in zip((source.egress, source.ingress), limits, strict=True)
+        rates if limit is None else dict.fromkeys(names, limit) for rates, limit in zip(ceilings, limits, strict=True)
     )
     if links is None:
         network = Network(rtt_ns=rtt_ns, egress=out, ingress=into)
@@ -94,14 +95,13 @@ def plan(
             origins["mesh"] = missing
     if limits != (None, None):
         origins["budget"] = "command line"
-    elif source.egress or source.ingress:
+    elif any(ceilings):
         origins["budget"] = source.origin
     result = make_plan(workload, network)
     if as_json:
         typer.echo(json.dumps(document(result, origins), indent=1))
     else:
-        for line in render(result, origins):
-            typer.echo(line)
+        typer.echo("\n".join(render(result, origins)))
     if result.network.has_limits and not result.fits:
         raise typer.Exit(1)
 
@@ -118,17 +118,15 @@ def _region_names(source: Source, links: Mesh | None, count: int | None) -> tupl
 
 def _source(parameters: str | None, config: Path | None, place: str | None, *, is_counted: bool) -> Source:
     """Where the numbers come from. A run.toml that nobody named says nothing of regions that were counted."""
-    from diloco_node.cli.options import load
     from diloco_node.cli.places import region_folder
     from diloco_node.cli.plan import inputs
-    from diloco_node.config.resolve import DEFAULT_NAME
     from diloco_node.core.types import RunSettings
 
     if place is not None:
         if parameters is not None:
             raise ConfigError(f"--parameters and {place!r} both name a model: give one of them")
         return inputs.source_of_state(region_folder(place, config, file=NODE_NAME))
-    if config is not None or Path(DEFAULT_NAME).exists():
+    if has_config(config):
         run_config = load(config)
         if parameters is None:
             return inputs.source_of_config(run_config, config)

@@ -15,9 +15,6 @@ from diloco_node.planning.plan import Flow, FlowKind, Plan
 ROWS_MAX: Final = 16
 
 
-# ---- for machines ----------------------------------------------------------------------------------------------------
-
-
 def document(plan: Plan, inputs: Mapping[str, str]) -> dict[str, Any]:
     """Everything, in bytes, seconds and bytes per second; None is "no limit" or "no rate is enough"."""
     work, settings, need = plan.workload, plan.workload.settings, plan.need
@@ -90,9 +87,6 @@ def _flow_document(plan: Plan, flow: Flow) -> dict[str, Any]:
         "peak_bytes_per_second": None if peak is None else float(peak),
         "limit_bytes_per_second": flow.limit_bytes_per_s,
     }
-
-
-# ---- for people ------------------------------------------------------------------------------------------------------
 
 
 def render(plan: Plan, inputs: Mapping[str, str]) -> list[str]:
@@ -242,9 +236,6 @@ def _notes(plan: Plan) -> Iterable[str]:
     peak = "Peak: what ends a round of the largest fragment within tau steps"
     late = "; no rate would, the delays alone take longer" if plan.peak(plan.flows[0]) is None else ""
     yield f"{peak}{late}. Scales and {float(100 * plan.workload.overhead):g} % overhead are counted, zstd is not."
-
-
-# ---- pieces ----------------------------------------------------------------------------------------------------------
 
 
 def human_count(count: float) -> str:

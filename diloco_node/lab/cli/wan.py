@@ -50,8 +50,7 @@ def up(
         typer.echo(json.dumps(_document(state)))
         return
     places = [(place.region, place.address, f"ip netns exec {place.namespace} COMMAND") for place in state.places()]
-    for line in table_lines([("region", "left"), ("address", "left"), ("run there", "left")], places):
-        typer.echo(line)
+    typer.echo("\n".join(table_lines([("region", "left"), ("address", "left"), ("run there", "left")], places)))
     typer.echo(f"end it with: diloco-node wan down {state.run}")
 
 
@@ -79,8 +78,7 @@ def down(
     if not chosen_names:
         typer.echo("no emulation is there")
     for run in chosen_names:
-        for line in emulation.down(run):
-            typer.echo(line)
+        typer.echo("\n".join(emulation.down(run)))
 
 
 @app.command()
@@ -161,8 +159,8 @@ def status(*, name: NameOption = None, as_json: JsonOption = False) -> None:
     pairs = [(pair["from"], pair["to"], *(f"{pair[key]:,}" for key in figures)) for pair in answer["pairs"]]
     headings = ("bytes", "packets lost", "overflowed", "cut")
     if pairs:
-        for line in table_lines([("from", "left"), ("to", "left"), *((name, "right") for name in headings)], pairs):
-            typer.echo(line)
+        columns = [("from", "left"), ("to", "left"), *((name, "right") for name in headings)]
+        typer.echo("\n".join(table_lines(columns, pairs)))
 
 
 def _send(verb: str, region: str, peer: str, one_way: str, *, name: str | None, as_json: bool, **values: Any) -> None:

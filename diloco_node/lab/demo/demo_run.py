@@ -84,6 +84,9 @@ id = "demo"
 seed = {seed}
 tokens = {tokens}
 
+state_dir = "."
+certs_dir = "certs"
+
 [model]
 layers = 2
 dim = 64
@@ -161,10 +164,12 @@ class Demo:
         )
         if self.wan is not None and self.storm is not None and self.storm.plan.joiners:
             raise ConfigError("regions join on this machine only: leave --wan out, or the script's joins")
-        self.members: ScriptedMembers | None = None
+        self.view = LiveView(f"diloco-node demo: {len(self.names)} regions", is_quiet=options.is_json)
         self.course = CourseRecorder()
-        self.keeper: RegionKeeper | None = None
+        joiners = self.storm.plan.joiners if self.storm is not None else ()
+        self.keeper = RegionKeeper(folder, folder / "run.toml", [], self.view.line, joiners, options.command)
         self.regions: list[RegionProcess] = []
+        self.members = ScriptedMembers(folder, self.regions, self.keeper, options.data)
         self.tasks: list[asyncio.Task[None]] = []
         self.interrupted = asyncio.Event()
 
@@ -173,19 +178,16 @@ class Demo:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.interrupted.set)
-        title = f"diloco-node demo: {len(self.names)} regions"
-        view = LiveView(title, is_quiet=self.options.is_json)
         try:
             if self.wan is not None:
-                await self.wan.up(self.folder, view.line)
+                await self.wan.up(self.folder, self.view.line)
             self.prepare()
             async with dashboard_server(MergedRegions(lambda: targets_in(str(self.folder))), 0) as url:
-                view.line(f"dashboard {url}")
-                await self._train(view)
+                self.view.line(f"dashboard {url}")
+                await self._train()
         finally:
             try:
-                if self.keeper is not None:
-                    await self.keeper.stop()
+                await self.keeper.stop()
             finally:
                 if self.wan is not None:
                     await self.wan.down()
@@ -219,8 +221,7 @@ class Demo:
     @property
     def names_ever(self) -> list[str]:
         """All regions that are or were members, sorted."""
-        joiners = self.storm.plan.joiners if self.storm is not None else ()
-        return sorted({*self.names, *(name for name in joiners if (self.folder / name).exists())})
+        return sorted({*self.names, *(name for name in self.keeper.joiners if (self.folder / name).exists())})
 
     def add_course(self, report: dict[str, Any]) -> None:
         """Add the work within the time asked for, or that it took, and the storm's part."""
@@ -265,23 +266,18 @@ class Demo:
             text += f'\n[regions.{name}]\naddress = "{host}:{port}"\nadmin_port = {admin_port}\n'
             settings = self.mix.settings(self.step_s, index)
             self.regions.append(RegionProcess(name, admin_port, self.folder / name, namespace, PROGRAM, env, settings))
+        self.keeper.regions += self.regions
         if self.options.budget:
             text += f'\n[budget]\negress = "{self.options.budget}"\ningress = "{self.options.budget}"\n'
-        # Each region's folder lies beside certs and run.toml.
-        text = text.replace("[model]", 'state_dir = "."\ncerts_dir = "certs"\n\n[model]', 1)
         (self.folder / "run.toml").write_text(text)
 
-    async def _train(self, view: LiveView) -> None:
+    async def _train(self) -> None:
+        view = self.view
         view.line(f"folder {self.folder}: run.toml, certificates, one folder per region with its logs")
-        await self.compile(view)
-        joiners = self.storm.plan.joiners if self.storm is not None else ()
-        self.keeper = RegionKeeper(
-            self.folder, self.folder / "run.toml", [*self.regions], view.line, joiners, self.options.command
-        )
-        self.members = ScriptedMembers(self.folder, self.regions, self.keeper, self.options.data)
+        await self.compile()
         await self.keeper.start()
         started_s = time.monotonic()
-        await self.watch(view, started_s, until=self._all_step, limit_s=START_S, purpose="to start training")
+        await self.watch(started_s, until=self._all_step, limit_s=START_S, purpose="to start training")
         trains_s = time.monotonic()
         self.keeper.is_starting = False
         self.course.begin()
@@ -289,10 +285,10 @@ class Demo:
         view.line(f"all regions train after {trains_s - started_s:.1f} s; {goal}")
         if self.wan is not None:
             await self.wan.start_timetable()
-        async with self._stormy(view):
-            await self.watch(view, trains_s, until=lambda: self.is_trained(trains_s), limit_s=None)
+        async with self._stormy():
+            await self.watch(trains_s, until=lambda: self.is_trained(trains_s), limit_s=None)
         if not self.interrupted.is_set():
-            await self.finish(view, trains_s)
+            await self.finish(trains_s)
 
     def _way_on(self) -> str:
         """Say where an interrupted demo lies, and how its regions go on."""
@@ -311,39 +307,31 @@ class Demo:
             return time.monotonic() - trains_s >= self.options.seconds and not has_orders
         self._check_learners(all)
         # An operator may have ended it before.
-        is_over = self.keeper is not None and self.keeper.is_over
         calm = self.storm.calm_tokens if self.storm is not None else 0
-        return is_over or self.course.samples[-1].most("tokens_merged") >= self.options.tokens - calm
+        return self.keeper.is_over or self.course.samples[-1].most("tokens_merged") >= self.options.tokens - calm
 
-    async def finish(self, view: LiveView, trains_s: float) -> None:
+    async def finish(self, trains_s: float) -> None:
         """Order the run's end, unless it comes by itself, and watch until every region has exited."""
         ending_s = time.monotonic()
         if self.options.tokens:
-            view.line("the run ends by itself: one last round per fragment, then the final model")
+            self.view.line("the run ends by itself: one last round per fragment, then the final model")
         else:
-            view.line("finishing: one last round per fragment, then the final model")
+            self.view.line("finishing: one last round per fragment, then the final model")
             with contextlib.suppress(TimeoutError):  # the limit below says more
                 await order_finish(self.regions, limit_s=FINISH_S, is_given_up=self._is_given_up)
-        await self.watch(
-            view,
-            trains_s,
-            until=lambda: self.keeper is not None and self.keeper.is_over,
-            limit_s=ending_s - trains_s + FINISH_S,
-            purpose="to finish",
-        )
+        limit_s = ending_s - trains_s + FINISH_S
+        await self.watch(trains_s, until=lambda: self.keeper.is_over, limit_s=limit_s, purpose="to finish")
 
     def _is_given_up(self) -> bool:
-        keeper = self.keeper
-        return self.interrupted.is_set() or (keeper is not None and bool(keeper.end_reasons.keys() - keeper.leaving))
+        return self.interrupted.is_set() or bool(self.keeper.end_reasons.keys() - self.keeper.leaving)
 
     @contextlib.asynccontextmanager
-    async def _stormy(self, view: LiveView) -> AsyncIterator[None]:
+    async def _stormy(self) -> AsyncIterator[None]:
         """The training with its storm beside it."""
         if self.storm is None:
             yield
             return
-        assert self.members is not None
-        storm = self.storm.run(self.regions, self.course.now_ns, view.line, self.members.carry_out)
+        storm = self.storm.run(self.regions, self.course.now_ns, self.view.line, self.members.carry_out)
         async with self.beside(storm, "storm"):
             yield
 
@@ -359,7 +347,7 @@ class Demo:
             await asyncio.wait([task])
         _check(task)
 
-    async def compile(self, view: LiveView) -> None:
+    async def compile(self) -> None:
         """Compile the kernels once, before every region does it at the same time; milliseconds when they are cached."""
         started_s = time.monotonic()
         process = await asyncio.create_subprocess_exec(
@@ -369,11 +357,9 @@ class Demo:
             raise DilocoError("the codec's kernels could not be compiled; what numba said is above")
         seconds = time.monotonic() - started_s
         if seconds > SLOW_COMPILE_S:
-            view.line(f"compiled the codec's kernels in {seconds:.0f} s (cached for the next time)")
+            self.view.line(f"compiled the codec's kernels in {seconds:.0f} s (cached for the next time)")
 
-    async def watch(
-        self, view: LiveView, started_s: float, *, until: Any, limit_s: float | None, purpose: str = ""
-    ) -> None:
+    async def watch(self, started_s: float, *, until: Any, limit_s: float | None, purpose: str = "") -> None:
         """Poll and draw until something is so.
 
         Raises DilocoError: a region ended too early, the limit is reached, or what goes on beside the training failed.
@@ -385,13 +371,12 @@ class Demo:
             elapsed_s = time.monotonic() - started_s
             if limit_s is not None and elapsed_s > limit_s:
                 raise DilocoError(f"the regions took more than {limit_s:.0f} s {purpose}:\n{self._last_lines()}")
-            assert self.keeper is not None
             self.keeper.check()
             for task in self.tasks:
                 _check(task)
             await poll_all(self.regions, wait_s=poll_s)
             self.course.take(self.regions)
-            view.show(elapsed_s, [region_cells(region.name, region.status) for region in self.regions])
+            self.view.show(elapsed_s, [region_cells(region.name, region.status) for region in self.regions])
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.interrupted.wait(), poll_s)
 

@@ -112,7 +112,8 @@ class RegionKeeper:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks.values())
-        results = await asyncio.gather(*(self._end(region) for region in self.regions), return_exceptions=True)
+        started_regions = [region for region in self.regions if region.process is not None]
+        results = await asyncio.gather(*(self._end(region) for region in started_regions), return_exceptions=True)
         for error in results:
             if error is not None:
                 raise error

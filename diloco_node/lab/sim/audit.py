@@ -26,19 +26,16 @@ Identity = tuple[str, int, int]
 
 @dataclass(slots=True)
 class Line:
-    """Account of a fragment for a learner's incarnation.
+    """Account of a fragment for a learner's incarnation: what of it was merged or discarded.
 
     Attributes:
-        end: the last step that was merged or discarded; the next interval must begin there.
-        merged_steps, merged_tokens, discarded_steps, discarded_tokens: sums.
+        end: the last step; the next interval must begin there. steps, tokens: sums.
         included_version: the last version that included it; -1 if none.
     """
 
     end: int = 0
-    merged_steps: int = 0
-    merged_tokens: int = 0
-    discarded_steps: int = 0
-    discarded_tokens: int = 0
+    steps: int = 0
+    tokens: int = 0
     included_version: int = -1
 
 
@@ -86,32 +83,29 @@ class Audit:
         if contribution.incarnation < self._newest.get(where, 0):
             self._violate(f"account: {label} is of a dead incarnation: {self._newest[where]} was merged there")
         self._newest[where] = contribution.incarnation
-        self._interval(line, label, contribution.step_from, contribution.step_to)
         line.included_version = body.version
-        line.merged_steps += contribution.steps
-        line.merged_tokens += contribution.tokens
-        self._check_trained(line, label, counters[contribution.learner].get(contribution.incarnation))
+        self._book(line, label, contribution, counters[contribution.learner].get(contribution.incarnation))
 
     def _check_discarded(self, body: DiscardedBody, counters: Counters) -> None:
         line = self._line(body.learner, body.incarnation, body.fragment)
         label = f"{body.learner}/{body.incarnation} discarded of {body.fragment}"
-        self._interval(line, label, body.step_from, body.step_to)
-        line.discarded_steps += body.step_to - body.step_from
-        line.discarded_tokens += body.tokens
-        self._check_trained(line, label, counters[body.learner].get(body.incarnation))
+        self._book(line, label, body, counters[body.learner].get(body.incarnation))
 
     def _line(self, learner: str, incarnation: int, fragment: int) -> Line:
         return self.lines.setdefault((learner, incarnation, fragment), Line())
 
-    def _interval(self, line: Line, label: str, step_from: int, step_to: int) -> None:
-        if step_from != line.end or step_to <= step_from:
-            self._violate(f"account: {label} covers ({step_from}, {step_to}], the account stands at {line.end}")
-        line.end = max(line.end, step_to)
-
-    def _check_trained(self, line: Line, label: str, counters: tuple[int, int] | None) -> None:
-        tokens = line.merged_tokens + line.discarded_tokens
-        if counters is None or line.end > counters[0] or tokens > counters[1]:
-            self._violate(f"account: {label}: {line.end} steps and {tokens} tokens, but trained are {counters}")
+    def _book(
+        self, line: Line, label: str, work: Contribution | DiscardedBody, counters: tuple[int, int] | None
+    ) -> None:
+        """Book steps, which follow the last ones, and were trained."""
+        if work.step_from != line.end or work.step_to <= work.step_from:
+            covers = f"({work.step_from}, {work.step_to}]"
+            self._violate(f"account: {label} covers {covers}, the account stands at {line.end}")
+        line.end = max(line.end, work.step_to)
+        line.steps += work.step_to - work.step_from
+        line.tokens += work.tokens
+        if counters is None or line.end > counters[0] or line.tokens > counters[1]:
+            self._violate(f"account: {label}: {line.end} steps and {line.tokens} tokens, but trained are {counters}")
 
     def close(self, hosts: Mapping[str, Host]) -> None:
         """At rest: trained = merged + discarded + carried, for every incarnation and fragment there ever was."""
@@ -135,7 +129,7 @@ class Audit:
             for (name, incarnation, _), line in self.lines.items():
                 if name == learner:
                     ends[incarnation] = max(ends.get(incarnation, 0), line.end)
-                    tokens += line.merged_tokens + line.discarded_tokens
+                    tokens += line.tokens
             due = (sum(ends.values()), tokens // fragments)
             sums = (account.steps_before(learner, INCARNATION_MAX + 1), account.covered_tokens(learner, fragments))
             if sums != due:
@@ -170,15 +164,13 @@ class Audit:
         learner = host.learner
         if learner is None or learner.incarnation != incarnation:
             steps, tokens = host.disk.counters[incarnation]
-            account = (line.merged_steps + line.discarded_steps, line.merged_tokens + line.discarded_tokens)
+            account = (line.steps, line.tokens)
             if account != (steps, tokens):
-                self._violate(
-                    f"account: {label} trained {(steps, tokens)} and is gone, but {account} are booked: {line}"
-                )
+                self._violate(f"account: {label} trained {(steps, tokens)} and is gone, but {account} are booked")
             return
         fragment_state = learner.parts[fragment]
         carried_steps = learner.step - line.end
-        if carried_steps < 0 or learner.tokens < line.merged_tokens + line.discarded_tokens:
+        if carried_steps < 0 or learner.tokens < line.tokens:
             self._violate(f"account: {label} carries {carried_steps} steps: {line}")
         if (
             fragment_state.position.base_version >= line.included_version

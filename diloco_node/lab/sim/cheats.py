@@ -113,7 +113,7 @@ def _end_early(host: Host) -> None:
     """Whenever it leads, it holds the last rounds, as if an operator had asked for the end."""
 
     def spoil(core: Any) -> None:
-        leader: Any = view.rounds(core)
+        leader: Any = core.leader
         begin = leader.begin
 
         def begin_last(*facts: Any, **more: Any) -> None:
@@ -131,7 +131,7 @@ def _avoid_audits(host: Host) -> None:
     host.spoil_sum = np.negative
 
     def spoil(core: Any) -> None:
-        leader: Any = view.rounds(core)
+        leader: Any = core.leader
         propose = leader._propose_audited
 
         def propose_others(round_: Any, now_ns: int) -> None:

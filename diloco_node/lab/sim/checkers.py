@@ -205,7 +205,7 @@ class Checkers:
     def _sync(self, host: Host) -> None:
         if host.core is None:
             return
-        ledger = view.ledger(host.core)
+        ledger = host.core.ledger
         commit_index = ledger.commit_index
         memory = self._memories[host.name]
         if ledger.is_leader:
@@ -230,7 +230,7 @@ class Checkers:
 
     def _check_own_term(self, host: Host, memory: RegionMemory) -> None:
         """An entry that a leader commits by counting disks must be of its own term."""
-        ledger = view.ledger(host.core)
+        ledger = host.core.ledger
         index, term = ledger.cluster_commit_index, ledger.term
         if index > memory.counted_index and memory.led_term == term:
             entry = ledger.entry(index)
@@ -243,7 +243,7 @@ class Checkers:
 
         The last such entry is enough: the hashes of all before are in its own.
         """
-        ledger = view.ledger(host.core)
+        ledger = host.core.ledger
         index_max = min(index, ledger.last_index, len(self.history))
         if index_max > ledger.base.index:
             self._check_same(host, ledger.entry(index_max))
@@ -301,7 +301,7 @@ class Checkers:
     def _acknowledges(self, host: Host, peer: str, message: msg.AppendEntriesReply) -> None:
         if not message.accepted or not message.durable_index:
             return
-        ledger, index = view.ledger(host.core), message.durable_index
+        ledger, index = host.core.ledger, message.durable_index
         memory, is_late = self._memories[host.name], message.term < ledger.term
         if index > ledger.last_index:
             if is_late:
@@ -326,7 +326,7 @@ class Checkers:
 
     def _check_age(self, host: Host, action: str) -> None:
         """A folder never comes back as it was before it acknowledged what is committed."""
-        last_index, promise = view.ledger(host.core).last_index, self._promised.get(host.disk.id, 0)
+        last_index, promise = host.core.ledger.last_index, self._promised.get(host.disk.id, 0)
         if last_index < promise:
             self.violate(f"age: {host.name} {action}, its folder ends at {last_index}, and has acknowledged {promise}")
 
@@ -343,7 +343,7 @@ class Checkers:
     def _check_up_to_date(self, host: Host, peer: str, term: int) -> None:
         """A voter elects nobody whose log ends before its own."""
         candidate, ends = self.hosts[peer].core, self._memories[peer].voted
-        if peer in self.liars or candidate is None or view.ledger(candidate).term != term:
+        if peer in self.liars or candidate is None or candidate.ledger.term != term:
             return
         if term not in ends and self.hosts[peer].disk.votes.get(term) != peer:
             return  # it asked for the vote before it lost its folder
@@ -383,9 +383,8 @@ class Checkers:
         self._decisions[message.ballot] = message
         for contribution in message.contributions:
             status = host.core.liveness.learner(contribution.learner)
-            known_incarnation = max(
-                view.merged_incarnation(host.core, contribution.learner), 0 if status is None else status.incarnation
-            )
+            merged_incarnation = host.core.history.account.newest_incarnation(contribution.learner)
+            known_incarnation = max(merged_incarnation, 0 if status is None else status.incarnation)
             if known_incarnation > contribution.incarnation:
                 self.violate(
                     f"incarnation: {host.name} merges {contribution.incarnation} of {contribution.learner} into "
@@ -396,7 +395,7 @@ class Checkers:
 
     def _is_booking(self, host: Host, contribution: Contribution) -> bool:
         """Whether steps of the same account are in the leader's log as discarded, but not committed yet."""
-        ledger = view.ledger(host.core)
+        ledger = host.core.ledger
         bodies = [ledger.entry(at).body for at in range(ledger.cluster_commit_index + 1, ledger.last_index + 1)]
         account = (contribution.learner, contribution.incarnation, contribution.fragment)
         return any(
@@ -420,7 +419,7 @@ class Checkers:
         memory = self._memories[host.name]
         if effect.voted_for:
             memory.voted.setdefault(effect.term, memory.asked_end or view.log_end(host.core))
-        ledger = view.ledger(host.core)
+        ledger = host.core.ledger
         if not ledger.is_leader:
             return
         for entry in effect.entries:

@@ -1,47 +1,26 @@
-"""Where the parts of a region core are that checkers ask and planted faults replace."""
+"""Facts of a region core that checkers ask and cheats change, and which it shows nobody else."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from diloco_node.core.ledger.raft import LedgerCore
     from diloco_node.core.recovery.fetches import Fetches
-    from diloco_node.core.rounds.leader import RoundLeader
-    from diloco_node.core.rounds.participant import RoundParticipant
     from diloco_node.core.types import EntryBody
+    from diloco_node.lab.sim.host import Host
 
 
-def ledger(core: Any) -> LedgerCore:
-    """The ledger inside a region core."""
-    ledger_core: LedgerCore = core.ledger
-    return ledger_core
-
-
-def region(core: Any) -> str:
-    """The region that it decides for."""
-    name: str = core._region
-    return name
+def newest_leader(hosts: Iterable[Host]) -> Host | None:
+    """The one with the highest term of those that lead, as far as they know."""
+    return max((host for host in hosts if host.is_leading), key=lambda host: host.core.ledger.term, default=None)
 
 
 def log_end(core: Any) -> tuple[int, int]:
     """Term and index of the last entry of its log."""
-    log = ledger(core)._log
+    log = core.ledger._log
     return log.last_term, log.last_index
-
-
-def merged_incarnation(core: Any, learner: str) -> int:
-    """The newest incarnation of the learner in its ledger; -1 if there is none."""
-    incarnation: int = core.history.account.newest_incarnation(learner)
-    return incarnation
-
-
-def rounds(core: Any) -> RoundLeader:
-    """The part of a core that decides about rounds while it leads."""
-    leader: RoundLeader = core.leader
-    return leader
 
 
 def unasked(core: Any) -> tuple[int, ...]:
@@ -49,12 +28,6 @@ def unasked(core: Any) -> tuple[int, ...]:
     fetches: Fetches = core._fetches
     waiting = fetches.pending.items() if fetches.pending and not fetches.in_flight() else ()
     return tuple(fragment for fragment, fetch in waiting if fetches._alive - fetch.gone)
-
-
-def participant(core: Any) -> RoundParticipant:
-    """Its part in rounds that others lead."""
-    member: RoundParticipant = core.participant
-    return member
 
 
 def spoil_proposals(core: Any, spoil: Callable[[EntryBody], EntryBody]) -> None:

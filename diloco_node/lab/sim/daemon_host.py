@@ -31,7 +31,7 @@ from diloco_node.errors import DilocoError, PeerError
 from diloco_node.lab.sim.fake_learner import FakeLearner, FakeSnapshot, Offer
 from diloco_node.lab.sim.fake_store import DiskTime, FakeStore, FolderDisk
 from diloco_node.lab.sim.fake_transport import FakeTransport
-from diloco_node.lab.sim.host import RUN_ID, WAKES_MAX, Host
+from diloco_node.lab.sim.host import RUN_ID, Host
 from diloco_node.lab.sim.loop import VirtualLoop, VirtualThreads
 from diloco_node.lab.sim.world import LOCAL_NS, MS, SECOND, Life
 from diloco_node.numeric import F32
@@ -63,8 +63,6 @@ class ObservedCore:
     def __init__(self, core: Any, host: DaemonHost) -> None:
         self.core = core
         self._host = host
-        self._wakes = 0
-        self._woken_ns = -1
 
     @property
     def wake_at_ns(self) -> int:
@@ -77,20 +75,13 @@ class ObservedCore:
         host = self._host
         host.world.events += 1
         if isinstance(event, ev.TimerFired):
-            self._count_wakes(now_ns)
+            host.count_wake()
         host.observer.event_given(host, event)
         for effect in self.core.handle(event, now_ns=now_ns):
             host.observer.effect_seen(host, effect)
             yield effect
         host.observer.settled(host)
         host.tell_shards()
-
-    def _count_wakes(self, now_ns: int) -> None:
-        self._host.world.note(self._host.name, "timer", b"timer")
-        self._wakes = self._wakes + 1 if now_ns == self._woken_ns else 0
-        self._woken_ns = now_ns
-        if self._wakes > WAKES_MAX:
-            self._host.complain(f"the core asks for its timer again and again at {self.wake_at_ns} ns")
 
 
 class RealPlane:
@@ -118,6 +109,7 @@ class DaemonHost(Host):
         break_chance: of each transfer, to break half-way. drop_chance: of each control message, to find the queue full.
     """
 
+    learner_type = LinkedLearner
     loop: VirtualLoop
     hands: Effects
     transport: FakeTransport
@@ -130,7 +122,6 @@ class DaemonHost(Host):
         # By fragment the slot of what the learner was offered, and of its base, and what is to be there.
         self._lent: dict[int, tuple[int, bytes]] = {}
         self._bases: dict[int, tuple[int, bytes]] = {}
-        self.observer = self._observer
         manifest, settings = self.setup.manifest, self.setup.settings
         up = [FragmentBlocks(fragment.piece_sizes, settings.codec_up) for fragment in manifest.fragments]
         self._contribution_offsets = list(accumulate((blocks.encoded_bytes for blocks in up), initial=0))
@@ -217,7 +208,7 @@ class DaemonHost(Host):
         core = cast(RegionCore, ObservedCore(self.core, self))
         self._pump = Pump(core, self.hands.perform, self._now_ns, on_fault=partial(self._end_broken, life))
         self.world.note(self.name, f"daemon {self._lives} started", b"start")
-        self._observer.daemon_started(self)
+        self.observer.daemon_started(self)
         self.network.daemon_changed(self.name)
         self.loop.enter(self._pump.start)
         self._attach_learner()
@@ -243,7 +234,7 @@ class DaemonHost(Host):
 
     def _drain(self) -> None:
         for effect in self.core.hand_over(now_ns=self.world.now_ns):
-            self._observer.effect_seen(self, effect)
+            self.observer.effect_seen(self, effect)
             self.hands.perform(effect)
 
     def _end_broken(self, life: Life, error: BaseException | None) -> None:
@@ -313,20 +304,12 @@ class DaemonHost(Host):
         """A new process, which is told by the daemon which incarnation it is."""
         if self.learner is not None or self.is_absent:
             return
-        self.learner = LinkedLearner(
-            self.world,
-            self.setup,
-            self,
-            region=self.name,
-            incarnation=learner_link.NEW_PROCESS,
-            pool=self._pool,
-            row_marks=self.disk.row_marks,
-        )
+        self.learner = self.make_learner(learner_link.NEW_PROCESS)
         self.world.note(self.name, "learner started", b"learner")
         self._attach_learner()
 
     def persist_counters(self, incarnation: int, steps: int, tokens: int, on_done: Callable[[], None] | None) -> None:
-        """See LearnerPort. A process that was not welcomed has no counters."""
+        """See Host. A process that was not welcomed has no counters."""
         if incarnation != learner_link.NEW_PROCESS:
             super().persist_counters(incarnation, steps, tokens, on_done)
 
@@ -341,10 +324,7 @@ class DaemonHost(Host):
 
     def _attach_learner(self) -> None:
         if self.learner is not None and self._life is not None:
-            self.after(LOCAL_NS, self._hear, self._welcome, self.learner)
-
-    def _hear(self, call: Callable[..., None], *args: Any) -> None:
-        self.loop.enter(call, *args)
+            self.after(LOCAL_NS, self.loop.enter, self._welcome, self.learner)
 
     def _welcome(self, learner: FakeLearner) -> None:
         """As `daemon.learner.reception` welcomes a learner, with counters that are in memory."""
@@ -358,11 +338,8 @@ class DaemonHost(Host):
             self.disk.counters[learner.incarnation] = (0, 0)
             self._bases.clear()
         self._lent.clear()
-        current = learner.incarnation
-        before = tuple(
-            (number, *self.disk.counters[number]) for number in sorted(self.disk.counters) if number < current
-        )
-        status = learner.status()
+        current, status = learner.incarnation, learner.status()
+        before = self.trained_before(current)
         is_placed = min(position.base_version for position in status.positions) >= 0
         writes_initial = self.core.wants_initial_state and not is_placed
         attach = learner_link.Attach(
@@ -400,7 +377,7 @@ class DaemonHost(Host):
     def say(self, message: learner_link.ToDaemon) -> None:
         """The learner speaks."""
         if self._life is not None:
-            self.after(LOCAL_NS, self._hear, self._deliver_message, message)
+            self.after(LOCAL_NS, self.loop.enter, self._deliver_message, message)
 
     def _deliver_message(self, message: learner_link.ToDaemon) -> None:
         self.world.note(self.name, message, type(message).__name__.encode())
@@ -424,7 +401,7 @@ class DaemonHost(Host):
                 self.say(learner_link.SnapshotDenied(event.fragment, event.version, event.reason))
             case ev.LearnerDetached():
                 if self._life is not None:
-                    self.after(LOCAL_NS, self._hear, self._proxy.on_detach)
+                    self.after(LOCAL_NS, self.loop.enter, self._proxy.on_detach)
             case _:
                 raise AssertionError(event)
 

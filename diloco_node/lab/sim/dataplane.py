@@ -78,7 +78,7 @@ class DataPlane:
     def keep_contribution(self, header: ContributionStripe, body: bytes) -> bool:
         """Keep a stripe that arrived whole; False if it is not what its header says."""
         layout = self._setup.layouts[header.contribution.fragment]
-        low, high = layout.byte_range(header.block_start, header.block_stop, self._setup.settings.codec_up)
+        low, high = tensors.byte_range(layout, header.block_start, header.block_stop, self._setup.settings.codec_up)
         if len(body) != high - low:
             self._complain(f"stripe of {len(body)} bytes, expected {high - low}: {header}")
             return False
@@ -99,7 +99,7 @@ class DataPlane:
     def norms_of(self, fragment: int, blocks: tuple[int, int], body: bytes) -> tuple[float, ...]:
         """The squared norm of each piece of encoded merged blocks."""
         values = tensors.decode(body, self._setup.settings.codec_down)
-        return self._setup.layouts[fragment].squared_norms(values, *blocks)
+        return tensors.squared_norms(self._setup.layouts[fragment], values, *blocks)
 
     def merged_part(self, ballot: Ballot, stripe: int) -> MergedBlocks | None:
         """A merged stripe in memory."""
@@ -125,7 +125,7 @@ class DataPlane:
                 self._complain(f"asked to reduce a stripe that is not here: {effect.ballot} {contribution}")
                 return None
             contributions.append(tensors.decode(stored[1], codec_up))
-            spreads.append(layout.spread(row, effect.block_start, effect.block_stop))
+            spreads.append(tensors.spread(layout, row, effect.block_start, effect.block_stop))
         reduction = tensors.reduce_stripe(contributions, spreads, codec_down)
         if self.spoil_sum is not None:
             encoded = tensors.encode(self.spoil_sum(reduction.decoded), codec_down)
@@ -135,8 +135,10 @@ class DataPlane:
         return ReductionDone(
             ballot=effect.ballot,
             stripe=effect.stripe,
-            squared_norms=layout.squared_norms(reduction.decoded, *blocks),
-            contribution_norms=tuple(layout.squared_norms(contribution, *blocks) for contribution in contributions),
+            squared_norms=tensors.squared_norms(layout, reduction.decoded, *blocks),
+            contribution_norms=tuple(
+                tensors.squared_norms(layout, contribution, *blocks) for contribution in contributions
+            ),
             digest=stripe_digest(reduction.encoded),
         )
 
@@ -165,9 +167,9 @@ class DataPlane:
 
     def project(self, windows: Sequence[Window], fragment: int, body: bytes, codec: Codec) -> list[tuple[float, float]]:
         """The projections of a whole encoded fragment, each with the square of what encoding may change."""
-        starts, values = self._setup.layouts[fragment].block_starts, tensors.decode(body, codec)
+        layout, values = self._setup.layouts[fragment], tensors.decode(body, codec)
         return [
-            project_values(values[starts[window.block_start] : starts[window.block_stop]], window, codec)
+            project_values(values[layout.value_slice(window.block_start, window.block_stop)], window, codec)
             for window in windows
         ]
 
@@ -188,9 +190,9 @@ class DataPlane:
         """The digest of a payload; empty if its stripes don't cover the fragment, or its bytes are more than theirs."""
         layout, codec = self._setup.layouts[fragment], self._setup.settings.codec_down
         edges = [0, *(stop for _, stop in payload.ranges)]
-        if [start for start, _ in payload.ranges] != edges[:-1] or edges[-1] != layout.blocks:
+        if [start for start, _ in payload.ranges] != edges[:-1] or edges[-1] != layout.block_count:
             return b""
-        if len(payload.data) != layout.byte_range(0, layout.blocks, codec)[1]:
+        if len(payload.data) != tensors.byte_range(layout, 0, layout.block_count, codec)[1]:
             return b""
         return tensors.payload_digest(payload.data, layout, payload.ranges, codec)
 
@@ -206,7 +208,7 @@ class DataPlane:
         theta, momentum = outer_step(
             self.theta[body.fragment],
             self.momentum[body.fragment],
-            layout.spread(body.factors, 0, layout.blocks) * values,
+            tensors.spread(layout, body.factors, 0, layout.block_count) * values,
             lr=body.outer_lr,
             mu=body.outer_momentum,
         )
@@ -232,7 +234,7 @@ class DataPlane:
 
     def digest(self, fragment: int) -> bytes:
         """Digest of parameters and momentum in memory."""
-        return tensors.state_digest(self.theta[fragment], self.momentum[fragment])
+        return self.state(fragment).digest()
 
 
 def block_ranges(stripes: tuple[Stripe, ...]) -> tuple[tuple[int, int], ...]:

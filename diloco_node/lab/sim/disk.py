@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.types import DISK_ID_BYTES, NO_BASE, Entry, GenesisBody, LedgerBase, Recovered
-from diloco_node.lab.sim.fake_tensors import state_digest
 from diloco_node.numeric import F32
 
 PayloadKey = tuple[int, int, bytes]
@@ -35,6 +35,10 @@ class DiskState:
     version: int
     theta: F32
     momentum: F32
+
+    def digest(self) -> bytes:
+        """The codec's digest, by which regions compare."""
+        return fragment_digest(self.theta, self.momentum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class Disk:
         missing = []
         for fragment, digest in enumerate(body.fragment_digests):
             state = self.states.get(fragment)
-            is_other = state is not None and state.version == 0 and state_digest(state.theta, state.momentum) != digest
+            is_other = state is not None and state.version == 0 and state.digest() != digest
             if is_other or (state is None and fragment not in rotten):
                 missing.append(fragment)
         return missing
@@ -142,10 +146,7 @@ class Disk:
             states=tuple(self.states[p].version if p in self.states else -1 for p in range(fragments)),
             payloads=frozenset(self.payloads),
             disk=self.id,
-            state_digests=tuple(
-                state_digest(self.states[p].theta, self.states[p].momentum) if p in self.states else b""
-                for p in range(fragments)
-            ),
+            state_digests=tuple(self.states[p].digest() if p in self.states else b"" for p in range(fragments)),
             base=self.base,
             life=self.life,
         )

@@ -12,6 +12,7 @@ from diloco_node.core.projections import ContributionsProjected, Project, Projec
 from diloco_node.core.types import Stripe
 from diloco_node.lab.sim.disk import LedgerWrite
 from diloco_node.lab.sim.fake_learner import Offer
+from diloco_node.lab.sim.fake_tensors import byte_range
 from diloco_node.lab.sim.witness_bucket import WITNESS
 from diloco_node.lab.sim.world import LOCAL_NS, MS
 from diloco_node.wire.envelope import encode_control
@@ -107,11 +108,11 @@ class FakeEffects:
                 f"asked to send a contribution that is not in the contribution area: {effect.contribution}"
             )
             return
-        layout = self._host.setup.layouts[effect.contribution.fragment]
+        layout, codec = self._host.setup.layouts[effect.contribution.fragment], self._host.setup.settings.codec_up
         for index, stripe in enumerate(effect.stripes):
             if index in effect.skip:
                 continue
-            low, high = layout.byte_range(stripe.block_start, stripe.block_stop, self._host.setup.settings.codec_up)
+            low, high = byte_range(layout, stripe.block_start, stripe.block_stop, codec)
             header = msg.ContributionStripe(
                 effect.ballot, index, effect.version, effect.contribution, stripe.block_start, stripe.block_stop
             )

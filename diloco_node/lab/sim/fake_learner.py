@@ -8,15 +8,15 @@ other bits.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.data_shards import ShardRows
 from diloco_node.core.events import (
-    Event,
     LearnerAttached,
     LearnerReported,
     SnapshotRefused,
@@ -27,11 +27,11 @@ from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, positio
 from diloco_node.core.row_book import RowBook
 from diloco_node.core.types import NO_STEPS, CarryMode, Contribution, FragmentPosition, LearnerStatus
 from diloco_node.lab.sim import fake_tensors as tensors
-from diloco_node.lab.sim.fake_tensors import FragmentLayout
 from diloco_node.lab.sim.world import Life, World
 from diloco_node.numeric import F32, F64
 
 if TYPE_CHECKING:
+    from diloco_node.lab.sim.host import Host
     from diloco_node.lab.sim.setup import Setup
 
 POOL_VECTORS = 64
@@ -93,25 +93,6 @@ class Offer:
     theta: F32
 
 
-class LearnerPort(Protocol):
-    """A learner's view of its region."""
-
-    def tell_daemon(self, event: Event) -> None:
-        """Send a fact to the daemon, if there is one."""
-
-    def offer_contribution(self, snapshot: FakeSnapshot) -> None:
-        """Put an encoded contribution where the daemon reads it."""
-
-    def persist_counters(self, incarnation: int, steps: int, tokens: int, on_done: Callable[[], None] | None) -> None:
-        """Write the trained counters to disk; call `on_done` after the fsync."""
-
-    def rows_trained(self, incarnation: int, ranges: list[ShardRows]) -> None:
-        """A step is made with these rows of the data."""
-
-    def complain(self, text: str) -> None:
-        """Something happened that must not."""
-
-
 class FakeLearner:
     """An incarnation of a region's learner.
 
@@ -124,7 +105,7 @@ class FakeLearner:
         self,
         world: World,
         setup: Setup,
-        port: LearnerPort,
+        port: Host,
         *,
         region: str,
         incarnation: int,
@@ -336,7 +317,7 @@ class FakeLearner:
             step_from=local.position.included_step,
             step_to=self.step,
             tokens=self.tokens - local.position.included_tokens,
-            squared_norms=layout.squared_norms(values, 0, layout.blocks),
+            squared_norms=tensors.squared_norms(layout, values, 0, layout.block_count),
             rows=self.book.rows(fragment, self.step, self._changes),
         )
         self._check_work(local, values, contribution)
@@ -402,7 +383,7 @@ class FakeLearner:
         local.snapshot = None
 
 
-def update_pool(world: World, layouts: tuple[FragmentLayout, ...]) -> Pool:
+def update_pool(world: World, layouts: tuple[FragmentBlocks, ...]) -> Pool:
     """Per fragment a pool of inner updates, shape (n,), float32; magnitudes from 1e-4 to 1e2, so order matters."""
     generator = np.random.default_rng(world.rng.getrandbits(32))
     pool = []
@@ -413,6 +394,6 @@ def update_pool(world: World, layouts: tuple[FragmentLayout, ...]) -> Pool:
     return pool
 
 
-def _blank(layout: FragmentLayout) -> Part:
+def _blank(layout: FragmentBlocks) -> Part:
     zeros = np.zeros(layout.values, np.float32)
     return Part(theta=zeros, base=zeros, work=np.zeros(layout.values), included_work=np.zeros(layout.values))

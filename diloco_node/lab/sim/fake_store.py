@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.types import Entry, LedgerBase, Recovered
 from diloco_node.errors import StorageError
 from diloco_node.lab.sim.disk import Disk, DiskPayload, DiskState, LedgerWrite, PayloadKey, RottenKey
-from diloco_node.lab.sim.fake_tensors import state_digest
 from diloco_node.numeric import F32, U8
 from diloco_node.storage.durable import DamagedFile
 
@@ -26,32 +26,21 @@ STATES_KEPT = 2
 
 
 @dataclass(slots=True)
-class DiskWork:
-    """A call's work on the disk: the time it takes, and what is durable after it."""
+class DiskTime:
+    """The last call's work on the disk: the time it takes, and what is durable after it."""
 
     ns: int = 0
     writes: list[Callable[[], None]] = field(default_factory=list)
 
-
-class DiskTime:
-    """Collects what a call of a thread has the disk do."""
-
-    def __init__(self) -> None:
-        self._work = DiskWork()
-
     def begin(self) -> None:
         """A call is made."""
-        self._work = DiskWork()
-
-    def take(self) -> DiskWork | None:
-        """Return the disk's work; None if the call did not wait for it."""
-        return self._work if self._work.ns else None
+        self.ns, self.writes = 0, []
 
     def add(self, ns: int, write: Callable[[], None] | None = None) -> None:
         """It waits for the disk so long, and this is durable then."""
-        self._work.ns += ns
+        self.ns += ns
         if write is not None:
-            self._work.writes.append(write)
+            self.writes.append(write)
 
 
 @dataclass(slots=True)
@@ -234,7 +223,7 @@ class FakeStore:
     def read_state_bytes(self, fragment: int, version: int, digest: bytes) -> U8:
         """See RegionStore."""
         theta, momentum = self.read_state(fragment, version)
-        if state_digest(theta, momentum) != digest:
+        if fragment_digest(theta, momentum) != digest:
             raise DamagedFile(f"state {fragment}.{version}: another one")
         return np.concatenate((theta, momentum)).view(np.uint8)
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from diloco_node.codec import digest
-from diloco_node.core.types import BLOCK_VALUES, Codec
+from diloco_node.codec.blocks import FragmentBlocks
+from diloco_node.core.types import Codec
 from diloco_node.numeric import F32
 
 VALUE_BYTES = {Codec.BF16: 2, Codec.FP32: 4}
@@ -27,59 +28,27 @@ class Reduced:
     decoded: F32
 
 
-@dataclass(frozen=True, slots=True)
-class FragmentLayout:
-    """Where the pieces and blocks of one fragment lie.
+def byte_range(layout: FragmentBlocks, block_start: int, block_stop: int, codec: Codec) -> tuple[int, int]:
+    """Where these blocks lie in the encoded fragment."""
+    value_bytes = VALUE_BYTES[codec]
+    return value_bytes * layout.value_offset(block_start), value_bytes * layout.value_offset(block_stop)
 
-    Attributes:
-        pieces: values of each piece. piece_starts: first value of each piece, and one past the last.
-        block_starts: first value of each block, and one past the last; blocks never cross the edge of a piece.
-    """
 
-    pieces: tuple[int, ...]
-    piece_starts: tuple[int, ...]
-    block_starts: tuple[int, ...]
+def spread(layout: FragmentBlocks, per_piece: Sequence[float], block_start: int, block_stop: int) -> F32:
+    """Spread factors of pieces to the values of the block range, float32."""
+    whole = np.repeat(np.array(per_piece, np.float32), layout.piece_sizes)
+    return whole[layout.value_slice(block_start, block_stop)]
 
-    @classmethod
-    def of(cls, pieces: Sequence[int]) -> FragmentLayout:
-        """Lay out a fragment of pieces of the given sizes."""
-        starts = [0]
-        blocks = [0]
-        for size in pieces:
-            blocks.extend(starts[-1] + min(size, at + BLOCK_VALUES) for at in range(0, size, BLOCK_VALUES))
-            starts.append(starts[-1] + size)
-        return cls(tuple(pieces), tuple(starts), tuple(blocks))
 
-    @property
-    def values(self) -> int:
-        """Values of the fragment."""
-        return self.piece_starts[-1]
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of the fragment."""
-        return len(self.block_starts) - 1
-
-    def byte_range(self, block_start: int, block_stop: int, codec: Codec) -> tuple[int, int]:
-        """Where these blocks lie in the encoded fragment."""
-        value_bytes = VALUE_BYTES[codec]
-        return value_bytes * self.block_starts[block_start], value_bytes * self.block_starts[block_stop]
-
-    def spread(self, per_piece: Sequence[float], block_start: int, block_stop: int) -> F32:
-        """Spread factors of pieces to the values of the block range, float32."""
-        low, high = self.block_starts[block_start], self.block_starts[block_stop]
-        whole = np.repeat(np.array(per_piece, np.float32), self.pieces)
-        return whole[low:high]
-
-    def squared_norms(self, values: F32, block_start: int, block_stop: int) -> tuple[float, ...]:
-        """Per piece, the sum of squares (float64) of those of its values that lie in the block range."""
-        low, high = self.block_starts[block_start], self.block_starts[block_stop]
-        wide = values.astype(np.float64)
-        norms = []
-        for start, stop in zip(self.piece_starts, self.piece_starts[1:], strict=False):
-            block = wide[max(start, low) - low : max(0, min(stop, high) - low)]
-            norms.append(float(np.dot(block, block)))
-        return tuple(norms)
+def squared_norms(layout: FragmentBlocks, values: F32, block_start: int, block_stop: int) -> tuple[float, ...]:
+    """Per piece, the sum of squares (float64) of those of its values that lie in the block range."""
+    low, high = layout.value_offset(block_start), layout.value_offset(block_stop)
+    wide, norms, start = values.astype(np.float64), [], 0
+    for size in layout.piece_sizes:
+        block = wide[max(start, low) - low : max(0, min(start + size, high) - low)]
+        norms.append(float(np.dot(block, block)))
+        start += size
+    return tuple(norms)
 
 
 def encode(values: F32, codec: Codec) -> bytes:
@@ -107,14 +76,9 @@ def reduce_stripe(vectors: Sequence[F32], coefficients: Sequence[F32], codec: Co
     return Reduced(body, decode(body, codec))
 
 
-def state_digest(theta: F32, momentum: F32) -> bytes:
-    """Return the codec's digest of a fragment, by which regions compare."""
-    return digest.fragment_digest(theta, momentum)
-
-
-def payload_digest(data: bytes, layout: FragmentLayout, ranges: Sequence[tuple[int, int]], codec: Codec) -> bytes:
+def payload_digest(data: bytes, layout: FragmentBlocks, ranges: Sequence[tuple[int, int]], codec: Codec) -> bytes:
     """The codec's digest of a payload whose stripes have these block ranges."""
-    cuts = (layout.byte_range(block_start, block_stop, codec) for block_start, block_stop in ranges)
+    cuts = (byte_range(layout, block_start, block_stop, codec) for block_start, block_stop in ranges)
     return digest.payload_digest(digest.stripe_digest(data[low:high]) for low, high in cuts)
 
 

@@ -48,14 +48,6 @@ class OutgoingBody:
     has_begun: bool = False
 
 
-@dataclass(slots=True)
-class Incoming:
-    """A transfer that has begun here; the buffer is None if nobody wants it."""
-
-    header: BulkHeader
-    buffer: memoryview | None
-
-
 class FakeTransport:
     """Links of a daemon."""
 
@@ -69,7 +61,8 @@ class FakeTransport:
         self._numbers = lives * NUMBERS_PER_LIFE
         self._turns: dict[tuple[str, bool], asyncio.Lock] = {}
         self._outgoing: dict[int, tuple[str, OutgoingBody]] = {}
-        self._incoming: dict[tuple[str, int], Incoming] = {}
+        # Transfers that have begun here, and where their bytes go; None: nobody wants them.
+        self._incoming: dict[tuple[str, int], tuple[BulkHeader, memoryview | None]] = {}
 
     def send(self, peer: str, message: Message) -> bool:
         """See Transport."""
@@ -173,16 +166,16 @@ class FakeTransport:
         self._world.note(self._host.name, begin.header, frame)
         if peer in self._up:
             buffer = self._host.hands.transfer_opened(peer, begin.header, begin.raw_bytes)
-            self._incoming[peer, number] = Incoming(begin.header, buffer)
+            self._incoming[peer, number] = (begin.header, buffer)
 
     def ended(self, peer: str, number: int, body: bytes | None) -> None:
         """A transfer is whole, or (no body) broke off."""
-        incoming = self._incoming.pop((peer, number), None)
-        if incoming is None or incoming.buffer is None:
+        header, buffer = self._incoming.pop((peer, number), (None, None))
+        if header is None or buffer is None:
             return
         if body is not None:
-            incoming.buffer[:] = body
-        self._host.hands.transfer_closed(peer, incoming.header, incoming.buffer, is_whole=body is not None)
+            buffer[:] = body
+        self._host.hands.transfer_closed(peer, header, buffer, is_whole=body is not None)
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """The connection came up or went down: what was on it breaks."""

@@ -10,11 +10,10 @@ from functools import partial
 from random import Random
 
 from diloco_node.lab.chaos.fault_plan import draw_gap, draw_one
-from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.checkers import Checkers
 from diloco_node.lab.sim.gray_faults import GrayFaults
 from diloco_node.lab.sim.host import Host
-from diloco_node.lab.sim.raft_faults import RaftFaults
+from diloco_node.lab.sim.raft_faults import FIGURE_8_DEATHS, RaftFaults
 from diloco_node.lab.sim.site_faults import SITES, SiteFaults
 from diloco_node.lab.sim.troubles import TROUBLES, Troubles
 from diloco_node.lab.sim.world import MS, SECOND, FakeNetwork, Life, World
@@ -198,7 +197,7 @@ class Chaos:
             "slow outer steps": partial(self._slow_down, "step_factor", SLOW_STEP_FACTOR),
             "region away": self._cut_power,
             "leader dies after its append": self._raft.kill_after_append,
-            "figure 8": self._raft.figure_8,
+            "figure 8": partial(self._raft.kill_after_append, FIGURE_8_DEATHS),
             "leader dies after its commit": self._raft.kill_after_commit,
             "leader isolated": self._raft.isolate_leader,
             "minority isolated": self._raft.isolate_minority,
@@ -287,7 +286,7 @@ class Chaos:
     def _kill_leader(self) -> Callable[[], None] | None:
         for name in self._names:
             host = self._hosts[name]
-            if host.core is not None and view.ledger(host.core).is_leader:
+            if host.is_leading:
                 host.kill_daemon()
                 return host.start_daemon
         return None

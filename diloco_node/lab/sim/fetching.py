@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco_node.core import events as ev
@@ -21,14 +20,6 @@ FETCH_SILENCE_NS = 4 * SECOND
 """A donor that has not sent what was asked for by then has forgotten it."""
 
 
-@dataclass(slots=True)
-class FakeFetch:
-    """A request to a peer that is not answered yet."""
-
-    order: ev.FetchPayload | ev.FetchState
-    number: int
-
-
 class FakeFetches:
     """Both sides of a fetch, for one region.
 
@@ -39,8 +30,8 @@ class FakeFetches:
     def __init__(self, host: Host) -> None:
         self._host = host
         self.is_busy = False
-        self._open: dict[tuple[str, int, bool], FakeFetch] = {}
-        self._number = 0
+        # Orders that are not answered yet, by peer, fragment, and whether a payload is asked for.
+        self._open: dict[tuple[str, int, bool], ev.FetchPayload | ev.FetchState] = {}
 
     def ask(self, effect: ev.FetchPayload | ev.FetchState) -> None:
         """Send the want; every order is answered once."""
@@ -48,25 +39,23 @@ class FakeFetches:
         key = (effect.peer, effect.fragment, is_payload)
         if key in self._open:
             self._failed(key, "asked again")
-        self._number += 1
-        self._open[key] = FakeFetch(effect, self._number)
+        self._open[key] = effect
         if isinstance(effect, ev.FetchPayload) and effect.peer == WITNESS and self._host.witness is not None:
             self._host.witness.fetch(effect)
             return
         kind = msg.PayloadRequested if is_payload else msg.StateRequested
         want = kind(effect.fragment, effect.version, effect.digest)
         self._host.network.send(self._host.name, effect.peer, encode_control(want))
-        self._host.after(FETCH_SILENCE_NS, self._late, key, self._number)
+        self._host.after(FETCH_SILENCE_NS, self._late, key, effect)
 
-    def _late(self, key: tuple[str, int, bool], number: int) -> None:
-        fetch = self._open.get(key)
-        if fetch is not None and fetch.number == number:
+    def _late(self, key: tuple[str, int, bool], order: ev.FetchPayload | ev.FetchState) -> None:
+        if self._open.get(key) is order:
             self._failed(key, "no answer in time")
 
     def _failed(self, key: tuple[str, int, bool], reason: str) -> None:
-        fetch = self._open.pop(key, None)
-        if fetch is not None:
-            self._host.post(ev.FetchFailed(key[0], key[1], fetch.order.version, reason))
+        order = self._open.pop(key, None)
+        if order is not None:
+            self._host.post(ev.FetchFailed(key[0], key[1], order.version, reason))
 
     def peer_lost(self, peer: str) -> None:
         """The link is down: nothing more will come from there."""
@@ -80,32 +69,31 @@ class FakeFetches:
     def refused(self, peer: str, message: msg.Refused) -> None:
         """The peer can't help."""
         for is_payload in (True, False):
-            fetch = self._open.get((peer, message.fragment, is_payload))
-            if fetch is not None and fetch.order.version == message.version:
+            order = self._open.get((peer, message.fragment, is_payload))
+            if order is not None and order.version == message.version:
                 self._failed((peer, message.fragment, is_payload), message.reason)
 
     def arrived(self, peer: str, header: msg.Payload | msg.State, body: bytes) -> None:
         """Check and store what came."""
         key = (peer, header.fragment, isinstance(header, msg.Payload))
-        fetch = self._open.get(key)
-        if fetch is None or not _is_answer(fetch.order, header):
+        order = self._open.get(key)
+        if order is None or (header.version, header.digest) != (order.version, order.digest):
             # Late: the answer to an earlier question.
             return
         del self._open[key]
-        if isinstance(fetch.order, ev.FetchPayload):
-            payload = DiskPayload(block_ranges(fetch.order.stripes), body)
-            if self._host.plane.digest_of(header.fragment, payload) != fetch.order.digest:
+        if isinstance(order, ev.FetchPayload):
+            payload = DiskPayload(block_ranges(order.stripes), body)
+            if self._host.plane.digest_of(header.fragment, payload) != order.digest:
                 self._host.post(ev.FetchFailed(peer, header.fragment, header.version, "other bytes than its digest"))
                 return
-            blocks = (0, self._host.setup.layouts[header.fragment].blocks)
+            blocks = (0, self._host.setup.layouts[header.fragment].block_count)
             norms = self._host.plane.norms_of(header.fragment, blocks, body)
             self._host.write_payload(header.fragment, header.version, header.digest, payload, norms)
             return
-        theta, momentum = tensors.split_state(body)
-        if tensors.state_digest(theta, momentum) != fetch.order.digest:
+        state = DiskState(header.version, *tensors.split_state(body))
+        if state.digest() != order.digest:
             self._host.post(ev.FetchFailed(peer, header.fragment, header.version, "not what the ledger names"))
             return
-        state = DiskState(header.version, theta, momentum)
         self._host.write_file(
             lambda: self._host.disk.keep_state(header.fragment, state),
             lambda: self._host.post(ev.StateStored(header.fragment, header.version, header.digest)),
@@ -121,12 +109,8 @@ class FakeFetches:
             if name in disk.payloads:
                 self._host.transfer(peer, msg.Payload(*name), disk.payloads[name].data)
                 return
-        elif state is not None and tensors.state_digest(state.theta, state.momentum) == message.digest:
+        elif state is not None and state.digest() == message.digest:
             self._host.transfer(peer, msg.State(*name), state.theta.tobytes() + state.momentum.tobytes())
             return
         refusal = msg.Refused(message.fragment, message.version, "busy" if self.is_busy else "gone")
         self._host.network.send(self._host.name, peer, encode_control(refusal))
-
-
-def _is_answer(order: ev.FetchPayload | ev.FetchState, header: msg.Payload | msg.State) -> bool:
-    return (header.version, header.digest) == (order.version, order.digest)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,22 +17,22 @@ from diloco_node.core import messages as msg
 from diloco_node.core.data_shards import ShardRows
 from diloco_node.core.ledger.folder_lives import next_life
 from diloco_node.core.types import DISK_ID_BYTES, GenesisBody, Recovered, Stripe
-from diloco_node.lab.sim import fake_tensors as tensors
 from diloco_node.lab.sim.dataplane import DataPlane
 from diloco_node.lab.sim.disk import Disk, DiskPayload, DiskState, LedgerWrite
 from diloco_node.lab.sim.fake_effects import FakeEffects
 from diloco_node.lab.sim.fake_learner import FakeLearner, FakeSnapshot, Pool
 from diloco_node.lab.sim.fetching import FakeFetches
-from diloco_node.lab.sim.row_check import RowCheck
 from diloco_node.lab.sim.setup import Setup
 from diloco_node.lab.sim.witness_bucket import FakeBucket, FakeWitness
 from diloco_node.lab.sim.world import LOCAL_NS, MS, SECOND, FakeNetwork, Life, World
 from diloco_node.numeric import F32
 from diloco_node.wire.envelope import TransferBegin, decode_bulk, decode_control, encode_begin
 
+if TYPE_CHECKING:
+    from diloco_node.lab.sim.checkers import Checkers
+
 WAKES_MAX = 20
 """A core that wants its timer more often than that at one and the same time spins."""
-
 
 RUN_ID = "simulated"
 
@@ -40,39 +40,11 @@ CoreFactory = Callable[[str, Setup, Recovered, int, int], Any]
 """(region, setup, recovered, seed of this life, now_ns) -> Core."""
 
 
-class Observer(Protocol):
-    """Observer of a host; see `checkers`. Called synchronously, changes nothing.
-
-    Attributes:
-        rows: of the data, as learners train them.
-    """
-
-    rows: RowCheck
-
-    def daemon_started(self, host: Host) -> None:
-        """A new core recovered from the disk."""
-
-    def event_given(self, host: Host, event: ev.Event) -> None:
-        """The core is about to get this fact."""
-
-    def effect_seen(self, host: Host, effect: ev.Effect) -> None:
-        """The core wants this; nothing of it has happened yet."""
-
-    def settled(self, host: Host) -> None:
-        """The effects of an event were started."""
-
-    def snapshot_seen(self, host: Host, snapshot: FakeSnapshot) -> None:
-        """The learner put a contribution into its contribution area."""
-
-    def complaint(self, region: str, text: str) -> None:
-        """A fake was asked for something that must not be asked."""
-
-
 class Host:
     """A region.
 
     Attributes:
-        name, setup, world, network, disk.
+        name, setup, world, network, disk. observer: is called at once, and changes nothing here.
         core: of the daemon's current life, None while it is down. plane: that daemon's data plane.
         learner: the current incarnation, None while it is down.
         theta_0: what this region's learner begins with if there is no run yet, per fragment.
@@ -83,6 +55,8 @@ class Host:
         fsync_is_late: plants a fault: writes are answered before they are durable.
     """
 
+    learner_type: type[FakeLearner] = FakeLearner
+
     def __init__(
         self,
         name: str,
@@ -90,7 +64,7 @@ class Host:
         setup: Setup,
         world: World,
         network: FakeNetwork,
-        observer: Observer,
+        observer: Checkers,
         make_core: CoreFactory,
         pool: Pool,
         theta: tuple[F32, ...],
@@ -115,7 +89,7 @@ class Host:
         self.token_factor = 1
         self.spoil_core: Callable[[Any], None] | None = None
         self.has_final = False  # survives the daemon: the file is on the disk
-        self._observer = observer
+        self.observer = observer
         self.make_core = make_core
         self._pool = pool
         self.theta_0 = theta
@@ -147,6 +121,11 @@ class Host:
     def daemon_life(self) -> Life | None:
         """The current life of the daemon."""
         return self._life
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether its daemon is up and leads, as far as it knows itself."""
+        return self.core is not None and self.core.ledger.is_leader
 
     def start(self) -> None:
         """Start what is down of the daemon and the learner."""
@@ -181,7 +160,7 @@ class Host:
         if self.spoil_core is not None:
             self.spoil_core(self.core)
         self.world.note(self.name, f"daemon {self._lives} started", b"start")
-        self._observer.daemon_started(self)
+        self.observer.daemon_started(self)
         self.network.daemon_changed(self.name)
         if not recovery.base.index and not any(isinstance(entry.body, GenesisBody) for entry in recovery.entries):
             self.after(LOCAL_NS, self._tell_initial)
@@ -214,7 +193,7 @@ class Host:
             return
         self.world.note(self.name, "daemon is asked to stop", b"stop")
         for effect in self.core.hand_over(now_ns=self.world.now_ns):
-            self._observer.effect_seen(self, effect)
+            self.observer.effect_seen(self, effect)
             self.effects.perform(effect)
         self._arm()
         self.after(self.world.draw_ns(50 * MS, 600 * MS), self.kill_daemon)
@@ -233,7 +212,7 @@ class Host:
 
     def make_learner(self, incarnation: int) -> FakeLearner:
         """A learner process of this region."""
-        learner = FakeLearner(
+        learner = self.learner_type(
             self.world,
             self.setup,
             self,
@@ -260,7 +239,7 @@ class Host:
 
     def complain(self, text: str) -> None:
         """A rule of the seam was broken."""
-        self._observer.complaint(self.name, text)
+        self.observer.complaint(self.name, text)
 
     def post(self, event: ev.Event) -> None:
         """Hand a fact to the core, now or right after the one it is busy with."""
@@ -290,11 +269,11 @@ class Host:
 
     def _give(self, event: ev.Event) -> None:
         self.world.events += 1
-        self._observer.event_given(self, event)
+        self.observer.event_given(self, event)
         for effect in self.core.handle(event, now_ns=self.world.now_ns):
-            self._observer.effect_seen(self, effect)
+            self.observer.effect_seen(self, effect)
             self.effects.perform(effect)
-        self._observer.settled(self)
+        self.observer.settled(self)
         self.tell_shards()
 
     def tell_shards(self) -> None:
@@ -322,8 +301,8 @@ class Host:
         return True
 
     def rows_trained(self, incarnation: int, ranges: list[ShardRows]) -> None:
-        """See LearnerPort."""
-        self._observer.rows.trained(self.name, incarnation, ranges)
+        """A step of the learner is made with these rows of the data."""
+        self.observer.rows.trained(self.name, incarnation, ranges)
 
     def frame_arrived(self, peer: str, frame: bytes) -> None:
         """An encoded control message."""
@@ -350,19 +329,10 @@ class Host:
                     self.post(ev.ContributionStripeArrived(stripe.ballot, stripe.stripe, stripe.contribution, blocks))
             case msg.MergedStripe() as merged_stripe:
                 if self.plane.keep_merged(merged_stripe, body):
-                    self.post(
-                        ev.MergedStripeArrived(
-                            merged_stripe.ballot,
-                            merged_stripe.stripe,
-                            merged_stripe.fragment,
-                            merged_stripe.version,
-                            merged_stripe.digest,
-                            Stripe(peer, merged_stripe.block_start, merged_stripe.block_stop),
-                            self.plane.norms_of(
-                                merged_stripe.fragment, (merged_stripe.block_start, merged_stripe.block_stop), body
-                            ),
-                        )
-                    )
+                    blocks = (merged_stripe.block_start, merged_stripe.block_stop)
+                    norms = self.plane.norms_of(merged_stripe.fragment, blocks, body)
+                    name = (merged_stripe.ballot, merged_stripe.stripe, merged_stripe.fragment, merged_stripe.version)
+                    self.post(ev.MergedStripeArrived(*name, merged_stripe.digest, Stripe(peer, *blocks), norms))
             case msg.Payload() | msg.State() as fetched:
                 self.fetches.arrived(peer, fetched, body)
 
@@ -390,12 +360,16 @@ class Host:
         if self.core.wake_at_ns > self.world.now_ns:
             self._arm()
             return
+        self.count_wake()
+        self.post(ev.TimerFired())
+
+    def count_wake(self) -> None:
+        """The core's timer fires."""
         self.world.note(self.name, "timer", b"timer")
         self._wakes = self._wakes + 1 if self.world.now_ns == self._woken_ns else 0
         self._woken_ns = self.world.now_ns
         if self._wakes > WAKES_MAX:
             self.complain(f"the core asks for its timer again and again at {self.core.wake_at_ns} ns")
-        self.post(ev.TimerFired())
 
     def tell_daemon(self, event: ev.Event) -> None:
         """A fact from the learner, over the Unix socket."""
@@ -405,7 +379,7 @@ class Host:
     def offer_contribution(self, snapshot: FakeSnapshot) -> None:
         """The learner's encoded contribution lies in shared memory."""
         self.contribution_area[snapshot.contribution.fragment] = snapshot
-        self._observer.snapshot_seen(self, snapshot)
+        self.observer.snapshot_seen(self, snapshot)
 
     def persist_counters(self, incarnation: int, steps: int, tokens: int, on_done: Callable[[], None] | None) -> None:
         """Write the trained counters, which never go back, and the rows that were named."""
@@ -427,11 +401,11 @@ class Host:
     def _attach_learner(self) -> None:
         if self.learner is None or self._life is None:
             return
-        current = self.learner.incarnation
-        before = tuple(
-            (number, *self.disk.counters[number]) for number in sorted(self.disk.counters) if number < current
-        )
-        self.tell_daemon(self.learner.attachment(before))
+        self.tell_daemon(self.learner.attachment(self.trained_before(self.learner.incarnation)))
+
+    def trained_before(self, incarnation: int) -> tuple[tuple[int, int, int], ...]:
+        """Number, steps and tokens of each earlier incarnation."""
+        return tuple((number, *count) for number, count in sorted(self.disk.counters.items()) if number < incarnation)
 
     def _store_initial(self) -> None:
         """The learner's Theta_0 reaches the disk, unless there is something better."""
@@ -445,8 +419,7 @@ class Host:
         states = [self.disk.states.get(fragment) for fragment in range(len(self.setup.layouts))]
         genesis = [state for state in states if state is not None and state.version == 0]
         if len(genesis) == len(states):
-            digests = tuple(tensors.state_digest(state.theta, state.momentum) for state in genesis)
-            self.post(ev.InitialStateStored(digests))
+            self.post(ev.InitialStateStored(tuple(state.digest() for state in genesis)))
 
     def after(self, delay_ns: int, call: Callable[..., None], *args: Any) -> None:
         """Call it in `delay_ns`, if this daemon still lives then."""

@@ -121,7 +121,9 @@ class Liar:
         asks_or_brings = is_stripe or isinstance(lie, msg.StateRequested | msg.PayloadRequested)
         if asks_or_brings and not 0 <= contribution.fragment < len(self._layouts):
             return False
-        return not is_stripe or 0 <= lie.block_start < lie.block_stop <= self._layouts[contribution.fragment].blocks
+        return (
+            not is_stripe or 0 <= lie.block_start < lie.block_stop <= self._layouts[contribution.fragment].block_count
+        )
 
     def _lie_about(self, value: Any) -> Any:
         """The same dataclass with one field changed, somewhere inside it."""

@@ -226,11 +226,10 @@ class VirtualThreads(Executor):
             result = call(*args)
         except Exception as failure:  # noqa: BLE001 - as a thread does
             error = failure
-        work = self._disk.take()
-        if work is None:
-            self._done(future, result, error)
+        if self._disk.ns:
+            self._world.after(self._disk.ns, self._life, self._written, future, result, error, self._disk.writes)
         else:
-            self._world.after(work.ns, self._life, self._written, future, result, error, work.writes)
+            self._done(future, result, error)
 
     def _written(
         self, future: asyncio.Future[Any], result: Any, error: Exception | None, writes: list[Callable[[], None]]

@@ -17,7 +17,6 @@ from diloco_node.core.operator_orders import EntryOrdered
 from diloco_node.core.types import DISK_ID_BYTES, RevokedBody
 from diloco_node.daemon.lone_region import last_roster, removals
 from diloco_node.lab.chaos.fault_plan import draw_one
-from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.checkers import Checkers
 from diloco_node.lab.sim.disk import Disk
 from diloco_node.lab.sim.host import RUN_ID, Host
@@ -101,7 +100,7 @@ class MemberChanges:
 
     def _leader(self) -> Host | None:
         """The region that leads, as far as it knows itself; of several any."""
-        leaders = [host for host in self._hosts.values() if host.core is not None and view.ledger(host.core).is_leader]
+        leaders = [host for host in self._hosts.values() if host.is_leading]
         return self._world.rng.choice(leaders) if leaders else None
 
     def _members(self, kind: str) -> list[str]:
@@ -116,7 +115,7 @@ class MemberChanges:
         if leader is None:
             return False
         if isinstance(body, MembershipBody):
-            body = signed(view.ledger(leader.core).disks.roster, body)
+            body = signed(leader.core.ledger.disks.roster, body)
         leader.post(EntryOrdered(body, is_cut_off=False, is_forced=self._world.rng.random() < 0.5))
         return True
 
@@ -172,7 +171,7 @@ class MemberChanges:
         """All but one region are lost for good: it removes them by what the authority signs."""
         host = self._hosts[self._world.rng.choice(self._members("voter"))]
         members = self._checkers.members.kinds
-        is_named = host.core is not None and view.ledger(host.core).is_own_disk_sound
+        is_named = host.core is not None and host.core.ledger.is_own_disk_sound
         if self._has_gone_alone or len(members) < 2 or not is_named or self._checkers.is_end_due:
             return False
         host.kill_daemon()

@@ -12,7 +12,6 @@ from typing import Any
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.membership import absence
 from diloco_node.core.types import EVICTED, DiskNamedBody, EntryBody, GenesisBody, RoundBody
-from diloco_node.lab.sim import core_parts as view
 
 Kinds = dict[str, str]
 """By member, "voter", "contributor", "witness" or "evicted" (a voter whose vote is taken); who left is not there."""
@@ -107,8 +106,8 @@ def _is_majority(kinds: Kinds, names: Iterable[str]) -> bool:
 
 
 def _open_bodies(core: Any, index: int) -> list[EntryBody]:
-    last, base = view.ledger(core).last_index, view.ledger(core).base.index
-    return [view.ledger(core).entry(at).body for at in range(max(index, base) + 1, last + 1)]
+    last, base = core.ledger.last_index, core.ledger.base.index
+    return [core.ledger.entry(at).body for at in range(max(index, base) + 1, last + 1)]
 
 
 def _take(kinds: Kinds, body: EntryBody) -> None:

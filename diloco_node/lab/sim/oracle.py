@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from diloco_node.codec.digest import payload_digest, stripe_digest
+from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.core import events as ev
 from diloco_node.core.merge import outliers, weights
 from diloco_node.core.merge.opposition import MEMBERS_MIN
@@ -95,7 +95,7 @@ class Oracle:
         may come to lead itself, and proposes what it has by then.
         """
         parameters = {
-            (fragment, tensors.state_digest(values, np.zeros_like(values))): values
+            (fragment, fragment_digest(values, np.zeros_like(values))): values
             for theta in candidates
             for fragment, values in enumerate(theta)
         }
@@ -205,7 +205,7 @@ class Oracle:
             self._violate(f"payload: {body.fragment}/{body.version} of {body.ballot} is not the sum of its members")
             return
         layout = self._setup.layouts[body.fragment]
-        norms = layout.squared_norms(values, 0, layout.blocks)
+        norms = tensors.squared_norms(layout, values, 0, layout.block_count)
         if not all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(norms, body.squared_norms, strict=True)):
             self._violate(f"norms: {body.fragment}/{body.version} has {body.squared_norms}, its payload {norms}")
         self._step(body, values)
@@ -226,7 +226,7 @@ class Oracle:
                 self._blame_sums(body, self._wrong_reducers(body, stripes))
             return None
         values = np.concatenate([stripe.decoded for stripe in stripes])
-        norms = layout.squared_norms(values, 0, layout.blocks)
+        norms = tensors.squared_norms(layout, values, 0, layout.block_count)
         factors_due = weights.factors(contributions, member_weights, rules, clips, norms, share=body.share)
         if not all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(factors_due, body.factors, strict=True)):
             self._violate(f"factors: {body.fragment}/{body.version} has {body.factors}, expected {factors_due}")
@@ -237,7 +237,9 @@ class Oracle:
         data, layout = self._payload_of(body), self._setup.layouts[body.fragment]
         if data is None:
             return {stripe.reducer for stripe in body.stripes}
-        ranges = [layout.byte_range(*_blocks(stripe), self._setup.settings.codec_down) for stripe in body.stripes]
+        ranges = [
+            tensors.byte_range(layout, *_blocks(stripe), self._setup.settings.codec_down) for stripe in body.stripes
+        ]
         return {
             stripe.reducer
             for stripe, reduction, (low, high) in zip(body.stripes, stripes, ranges, strict=True)
@@ -258,12 +260,14 @@ class Oracle:
         """An honest reduction."""
         layout, blocks = self._setup.layouts[body.fragment], _blocks(body.stripes[index])
         settings = self._setup.settings
-        low, high = layout.byte_range(*blocks, settings.codec_up)
+        low, high = tensors.byte_range(layout, *blocks, settings.codec_up)
         stripes = [
             tensors.decode(self._encoded[_name(member.contribution)][1][low:high], settings.codec_up)
             for member in body.members
         ]
-        return tensors.reduce_stripe(stripes, [layout.spread(row, *blocks) for row in rows], settings.codec_down)
+        return tensors.reduce_stripe(
+            stripes, [tensors.spread(layout, row, *blocks) for row in rows], settings.codec_down
+        )
 
     def _step(self, body: RoundBody, values: F32) -> None:
         if not self._theta:
@@ -275,14 +279,14 @@ class Oracle:
         theta, momentum = outer_step(
             self._theta[body.fragment],
             self._momentum[body.fragment],
-            layout.spread(body.factors, 0, layout.blocks) * values,
+            tensors.spread(layout, body.factors, 0, layout.block_count) * values,
             lr=lr,
             mu=mu,
         )
         self._theta[body.fragment] = theta
         if not body.is_last:
             self._momentum[body.fragment] = momentum
-        self._digests[body.fragment, body.version] = tensors.state_digest(theta, self._momentum[body.fragment])
+        self._digests[body.fragment, body.version] = fragment_digest(theta, self._momentum[body.fragment])
 
 
 def _blocks(stripe: Stripe) -> Blocks:

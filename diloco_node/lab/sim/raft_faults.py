@@ -49,8 +49,8 @@ class RaftFaults:
         """Kill a leader while its last entry is on few disks; it comes back soon. `deaths` of them in a row."""
 
         def is_sprung() -> bool:
-            leader = self._leader()
-            if leader is None or view.ledger(leader.core).last_index <= view.ledger(leader.core).cluster_commit_index:
+            leader = view.newest_leader(self._hosts.values())
+            if leader is None or leader.core.ledger.last_index <= leader.core.ledger.cluster_commit_index:
                 return False
             self._kill(leader)
             self._trap = None
@@ -60,20 +60,16 @@ class RaftFaults:
 
         return self._set_trap(is_sprung)
 
-    def figure_8(self) -> Undo | None:
-        """Leaders that die again and again, each with a tail that few have."""
-        return self.kill_after_append(FIGURE_8_DEATHS)
-
     def kill_after_commit(self) -> Undo | None:
         """Kill a leader that alone knows of a commit."""
 
         def is_sprung() -> bool:
-            leader = self._leader()
+            leader = view.newest_leader(self._hosts.values())
             if leader is None:
                 return False
             peers = [host.core for name, host in self._hosts.items() if name != leader.name and host.core is not None]
-            index = view.ledger(leader.core).cluster_commit_index
-            if not peers or index <= max(view.ledger(core).cluster_commit_index for core in peers):
+            index = leader.core.ledger.cluster_commit_index
+            if not peers or index <= max(core.ledger.cluster_commit_index for core in peers):
                 return False
             self._kill(leader)
             return True
@@ -88,12 +84,12 @@ class RaftFaults:
 
     def isolate_leader(self) -> Undo | None:
         """A leader that nobody hears and that hears nobody comes back later, with whatever it has appended."""
-        leader = self._leader()
+        leader = view.newest_leader(self._hosts.values())
         return None if leader is None else self._isolate([leader.name])
 
     def isolate_minority(self) -> Undo | None:
         """The same with as many followers as do not make a majority."""
-        leader = self._leader()
+        leader = view.newest_leader(self._hosts.values())
         if leader is None:
             return None
         peers = [name for name in self._names if name != leader.name]
@@ -117,11 +113,6 @@ class RaftFaults:
         self._world.note("world", f"fault: {host.name} dies at the worst moment", b"raft fault")
         host.kill_daemon(is_power_cut=self._world.rng.random() < 0.3)
         self._world.after(self._world.draw_ns(50 * MS, 2 * SECOND), None, host.start_daemon)
-
-    def _leader(self) -> Host | None:
-        """The one with the highest term of those that lead, as far as they know."""
-        leading = [host for host in self._hosts.values() if host.core is not None and view.ledger(host.core).is_leader]
-        return max(leading, key=lambda host: view.ledger(host.core).term, default=None)
 
     def _isolate(self, names: list[str]) -> Undo | None:
         peers = [name for name in self._names if name not in names]

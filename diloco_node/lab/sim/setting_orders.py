@@ -51,8 +51,7 @@ class SettingOrders:
         if not self._gap or self._world.events < self._next_at_event:
             return
         self._next_at_event = self._world.events + self._rng.randint(self._gap // 2, 2 * self._gap)
-        leading = (host for host in self._hosts.values() if host.core is not None and view.ledger(host.core).is_leader)
-        host = max(leading, key=lambda host: view.ledger(host.core).term, default=None)
+        host = view.newest_leader(self._hosts.values())
         if host is None or host.core.history.genesis is None:
             return
         names = self._rng.sample(list(CHOICES), self._rng.randint(1, 4))

@@ -6,9 +6,9 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
-from diloco_node.lab.sim.fake_tensors import FragmentLayout
 from diloco_node.lab.sim.world import MS, SECOND, FakeLink
 
 NAMES = ("asia-ne", "eu-west", "sa-east", "us-east", "us-west", "af-south", "au-east")
@@ -33,7 +33,7 @@ class Setup:
     regions: tuple[str, ...]
     settings: RunSettings
     manifest: Manifest
-    layouts: tuple[FragmentLayout, ...]
+    layouts: tuple[FragmentBlocks, ...]
     is_theta_shared: bool
     step_ns_min: int
     step_ns_max: int
@@ -84,7 +84,7 @@ def draw_setup(rng: random.Random, regions: int, joiners: int = 0) -> Setup:
         regions=tuple(sorted(NAMES[: count + joiners])),
         settings=settings,
         manifest=manifest,
-        layouts=tuple(FragmentLayout.of(fragment.piece_sizes) for fragment in manifest.fragments),
+        layouts=tuple(FragmentBlocks(fragment.piece_sizes, Codec.BF16) for fragment in manifest.fragments),
         is_theta_shared=rng.random() < 0.5,
         step_ns_min=step_ns,
         step_ns_max=step_ns * 5 // 4,

@@ -10,7 +10,6 @@ from functools import partial
 
 from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.operator_orders import EntryOrdered
-from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.checkers import Checkers
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.planting import signed
@@ -37,10 +36,10 @@ def add_witness(world: World, hosts: Mapping[str, Host], checkers: Checkers) -> 
         if any(isinstance(entry.body, MembershipBody) for entry in checkers.history):
             return
         world.after(SECOND, None, order)
-        host = next((host for host in hosts.values() if host.core and view.ledger(host.core).is_settled), None)
+        host = next((host for host in hosts.values() if host.core and host.core.ledger.is_settled), None)
         if host is not None:
             body = MembershipBody(WITNESS, MemberKind.WITNESS.value, "s3://sites/run")
-            body = signed(view.ledger(host.core).disks.roster, body)
+            body = signed(host.core.ledger.disks.roster, body)
             host.post(EntryOrdered(body, is_cut_off=False))
 
     world.after(SECOND, None, order)
@@ -107,7 +106,7 @@ class SiteFaults:
         cores = [peer.core for peer in self._hosts.values() if peer.core is not None]
         if not cores or len(self._checkers.history) == 0:
             return False
-        ledger = max((view.ledger(core) for core in cores), key=lambda ledger: ledger.last_index)
+        ledger = max((core.ledger for core in cores), key=lambda ledger: ledger.last_index)
         disks, record = ledger.disks, self._checkers.bucket.record if self._checkers.bucket is not None else None
         return (
             disks.last_change_index <= len(self._checkers.history)

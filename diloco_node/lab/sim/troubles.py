@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 
-from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.daemon_host import DaemonHost
 from diloco_node.lab.sim.disk import RottenKey
 from diloco_node.lab.sim.fake_store import FolderDisk
@@ -99,11 +98,11 @@ class Troubles:
         hosts = list(self._hosts.values())
         if len(hosts) < MAJORITY_NEEDS or any(host.core is None for host in hosts):
             return None
-        index, name = max((view.ledger(host.core).cluster_commit_index, host.name) for host in hosts)
+        index, name = max((host.core.ledger.cluster_commit_index, host.name) for host in hosts)
         core = self._hosts[name].core
-        if index <= view.ledger(core).base.index or view.ledger(core).disks.last_change_index > index:
+        if index <= core.ledger.base.index or core.ledger.disks.last_change_index > index:
             return None
-        last, disks = view.ledger(core).entry(index), view.ledger(core).disks
+        last, disks = core.ledger.entry(index), core.ledger.disks
         if any(not disks.counts(host.name, host.disk.id) or not host.disk.holds(last) for host in hosts):
             return None
         host = self._pick()

@@ -13,7 +13,10 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diloco_node.lab.sim.host import Host
 
 MS: int = 1_000_000
 """A millisecond in nanoseconds."""
@@ -139,23 +142,6 @@ class FakeLink:
     free_at_ns: int = 0
 
 
-class NetworkEnd(Protocol):
-    """Receiver of the network's messages."""
-
-    @property
-    def daemon_life(self) -> Life | None:
-        """The life of the daemon that listens here, None while none does."""
-
-    def frame_arrived(self, peer: str, frame: bytes) -> None:
-        """An encoded control message from a peer."""
-
-    def transfer_arrived(self, peer: str, header: bytes, body: bytes) -> None:
-        """A whole bulk transfer from a peer, its header encoded."""
-
-    def link_changed(self, peer: str, *, is_up: bool) -> None:
-        """The connection to the peer came up or went down."""
-
-
 FrameSpoiler = Callable[[str, bytes], bytes]
 """(target, frame) to the frame that is sent instead."""
 
@@ -177,13 +163,13 @@ class FakeNetwork:
     def __init__(self, world: World, links: dict[tuple[str, str], FakeLink]) -> None:
         self.world = world
         self.links = links
-        self.places: dict[str, NetworkEnd] = {}
+        self.places: dict[str, Host] = {}
         self.frame_spoilers: dict[str, FrameSpoiler] = {}
         self.bulk_spoilers: dict[str, BulkSpoiler] = {}
         self.dropped = 0
         self._announced_state: dict[tuple[str, str], bool] = {}
 
-    def join(self, name: str, place: NetworkEnd) -> None:
+    def join(self, name: str, place: Host) -> None:
         """Add a place."""
         self.places[name] = place
 

@@ -1,7 +1,7 @@
 """The emulation's control socket: one JSON object per line in, one per line out. Root's own, mode 0600.
 
 Commands: `{"do": "status"}`, `cut` and `heal` with `region`, `other`, `direction` (see `topology.Scope`), `set` with
-those and `delay`, `jitter`, `loss`, `rate` as a file has them, `timetable` (start the file's outages now), `stop`.
+those and `delay`, `jitter`, `loss`, `rate` as a file has them, `timetable` (start the file's outages now).
 The answer has `"ok": true`, or `"ok": false` and `"error"`.
 """
 

@@ -1,8 +1,8 @@
 """The process behind an emulation: serves its control socket, runs its timetable, and moves the packets.
 `emulation.up` starts it as `python -m diloco_node.lab.wan.keeper STATE_FILE`.
 
-It ends at SIGTERM, at the command `stop`, and when its owner ends (a demo that was killed); then it removes the
-namespaces. After SIGKILL the namespaces stay; `diloco-node wan down` finds them by their names.
+It ends at SIGTERM, and when its owner ends (a demo that was killed); then it removes the namespaces. After SIGKILL the
+namespaces stay; `diloco-node wan down` finds them by their names.
 """
 
 from __future__ import annotations
@@ -117,9 +117,6 @@ class Keeper:
                 return self._apply_changes(f"{scope}: set")
             case "timetable":
                 self._start_timetable()
-                return {}
-            case "stop":
-                self._is_stopping = True
                 return {}
             case other:
                 raise ConfigError(f"the emulation knows no command {other!r}")

@@ -10,7 +10,7 @@ import heapq
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from diloco_node.lab.wan.conditions import Conditions
@@ -148,19 +148,10 @@ class TunPlane:
         """Counters per ordered pair, and how far the processor kept up."""
         names = [place.region for place in self._places]
         pairs = [
-            {
-                "from": source_name,
-                "to": target_name,
-                "packets_passed": counters.packets_passed,
-                "bytes_passed": counters.bytes_passed,
-                "packets_lost": counters.packets_lost,
-                "packets_overflowed": counters.packets_overflowed,
-                "packets_cut": counters.packets_cut,
-            }
+            {"from": source_name, "to": target_name, **asdict(self._fabric.counters[source * len(names) + target])}
             for source, source_name in enumerate(names)
             for target, target_name in enumerate(names)
             if source != target
-            for counters in [self._fabric.counters[source * len(names) + target]]
         ]
         return {
             "pairs": pairs,

@@ -60,7 +60,7 @@ def _setns(fd: int, name: str) -> None:
         raise DilocoError(f"network namespace {name} can't be entered ({os.strerror(ctypes.get_errno())})")
 
 
-def open_tun(namespace: str, device: str = DEVICE) -> int:
+def open_tun(namespace: str) -> int:
     """Create a tun device in a namespace, with segmentation and checksums left to us; it lives as long as the
     descriptor.
 
@@ -75,7 +75,7 @@ def open_tun(namespace: str, device: str = DEVICE) -> int:
             raise DilocoError(f"/dev/net/tun can't be opened ({error.strerror})") from error
         try:
             flags = _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR
-            fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", device.encode(), flags))
+            fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), flags))
             fcntl.ioctl(fd, _TUNSETVNETHDRSZ, struct.pack("i", VNET_BYTES))
             fcntl.ioctl(fd, _TUNSETOFFLOAD, _OFFLOAD_CHECKSUM | _OFFLOAD_TSO4 | _OFFLOAD_ECN)
         except OSError as error:

@@ -46,7 +46,7 @@ async def test_peers_are_probed_at_the_same_time(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(peer_probes, "probe_mtu", probe_mtu)
     identity = load_identity(Ward(tmp_path).certify() / OWN)
     results = await peer_probes.look_at_peers(identity, {"x": "127.0.0.1:1", "y": "127.0.0.1:2"})
-    assert {peer: result.mtu for peer, result in results.items()} == {"x": None, "y": None}
+    assert {peer: mtu for peer, (_, mtu) in results.items()} == {"x": None, "y": None}
 
 
 def test_what_answers_for_another_region_is_not_our_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 from diloco_node.core.events import ContributionStripeArrived
 from diloco_node.core.messages import BallotOpened, MergedReceived, PayloadDurable, StripesReceived
 from diloco_node.core.rounds.followed import name_of
-from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.planting import Fault
 from diloco_node.wire.envelope import decode_control, encode_control
@@ -29,11 +28,11 @@ def _sum_as_they_come(host: Host) -> None:
 
 
 def _persist_without_payload(core: Any) -> None:
-    view.ledger(core)._may_persist = lambda entry: True  # type: ignore[method-assign]
+    core.ledger._may_persist = lambda entry: True
 
 
 def _take_uncommitted(core: Any) -> None:
-    ledger = view.ledger(core)
+    ledger = core.ledger
     index_taken = [0]
 
     def take(entries_max: int | None = None) -> list[Any]:
@@ -43,30 +42,30 @@ def _take_uncommitted(core: Any) -> None:
         ledger._taken_index = max(ledger._taken_index, ledger.commit_index)
         return list(ledger.entries[first - ledger.base.index : last - ledger.base.index])
 
-    ledger.take_committed = take  # type: ignore[method-assign]
+    ledger.take_committed = take
 
 
 def _forget_vote(core: Any) -> None:
-    view.ledger(core)._vote_to_persist = lambda: ""  # type: ignore[method-assign]
+    core.ledger._vote_to_persist = lambda: ""
 
 
 def _count_old_terms(core: Any) -> None:
-    view.ledger(core)._may_commit = lambda index: True  # type: ignore[method-assign]
+    core.ledger._may_commit = lambda index: True
 
 
 def _contribute_too_early(core: Any) -> None:
     """The member takes its snapshot against whatever it has; leader and reducers take it for one of this round."""
     core.history.last_version = lambda learner, fragment: -1
-    keep_stripe = view.participant(core).stripe_arrived
+    keep_stripe = core.participant.stripe_arrived
 
     def keep_any_stripe(event: ContributionStripeArrived) -> None:
         newest = core.history.versions[event.contribution.fragment]
         base_version = max(event.contribution.base_version, newest)
         keep_stripe(replace(event, contribution=replace(event.contribution, base_version=base_version)))
 
-    view.participant(core).stripe_arrived = keep_any_stripe  # type: ignore[method-assign]
-    view.participant(core)._may_contribute = lambda fragment, version: True  # type: ignore[method-assign]
-    view.rounds(core)._answers.merge_fault = lambda contribution, version: ""  # type: ignore[method-assign]
+    core.participant.stripe_arrived = keep_any_stripe
+    core.participant._may_contribute = lambda fragment, version: True
+    core.leader._answers.merge_fault = lambda contribution, version: ""
 
 
 def _ignore_settings(core: Any) -> None:
@@ -74,38 +73,38 @@ def _ignore_settings(core: Any) -> None:
 
 
 def _merge_beside_an_order(core: Any) -> None:
-    view.rounds(core).hold_merges = lambda *, now_ns: True  # type: ignore[method-assign]
+    core.leader.hold_merges = lambda *, now_ns: True
 
 
 def _add_in_order_of_arrival(core: Any) -> None:
-    participant = view.participant(core)
+    participant = core.participant
 
     def order(contributions: Any) -> list[int]:
         arrivals = participant.rounds[contributions[0].fragment].arrivals
         places = {name: place for place, (name, _) in reversed(list(enumerate(arrivals)))}
         return sorted(range(len(contributions)), key=lambda at: places.get(name_of(contributions[at]), 0))
 
-    participant._order_of_sum = order  # type: ignore[method-assign]
+    participant._order_of_sum = order
 
 
 def _reuse_ballots(core: Any) -> None:
-    leader = view.rounds(core)
+    leader = core.leader
     announce = leader._announcement
 
     def announce_again(*facts: Any) -> BallotOpened:
         leader._number = 0
         return announce(*facts)
 
-    leader._announcement = announce_again  # type: ignore[method-assign]
+    leader._announcement = announce_again
 
 
 def _elect_any_length(core: Any) -> None:
-    ledger = view.ledger(core)
-    ledger._is_up_to_date = lambda last_index, last_term: last_index >= ledger.last_index  # type: ignore[method-assign]
+    ledger = core.ledger
+    ledger._is_up_to_date = lambda last_index, last_term: last_index >= ledger.last_index
 
 
 def _commit_unmatched(core: Any) -> None:
-    ledger = view.ledger(core)
+    ledger = core.ledger
     follow = ledger._append_entries
 
     def follow_and_commit(peer: str, request: Any, now_ns: int) -> None:
@@ -114,12 +113,12 @@ def _commit_unmatched(core: Any) -> None:
             index_reached = min(request.commit_index, ledger._log.known_index)
             ledger.cluster_commit_index = max(ledger.cluster_commit_index, index_reached)
 
-    ledger._append_entries = follow_and_commit  # type: ignore[method-assign]
+    ledger._append_entries = follow_and_commit
 
 
 def _merge_the_dead(core: Any) -> None:
     history = core.history
-    view.rounds(core)._eligibility.incarnation_min = lambda learner: 0  # type: ignore[method-assign]
+    core.leader._eligibility.incarnation_min = lambda learner: 0
     history.contribution_fault = lambda contribution, *, version, incarnation_min: (
         history.account.fault(contribution) if 0 <= contribution.base_version < version else "base"
     )
@@ -133,11 +132,11 @@ class _Forgetful(set[Any]):
 
 
 def _forget_bookings(core: Any) -> None:
-    view.rounds(core)._answers._discards._booking = _Forgetful()
+    core.leader._answers._discards._booking = _Forgetful()
 
 
 def _weigh_all_the_same(core: Any) -> None:
-    merges = view.rounds(core)._merges
+    merges = core.leader._merges
     decide = merges.decide
 
     def decide_wrong(round_: Any, contributions: Any) -> Any:
@@ -145,29 +144,29 @@ def _weigh_all_the_same(core: Any) -> None:
         round_.numbers = replace(round_.numbers, weights=(1.0,) * len(contributions))
         return decision
 
-    merges.decide = decide_wrong  # type: ignore[method-assign]
+    merges.decide = decide_wrong
     _recompute_nothing(core)
 
 
 def _halve_share(core: Any) -> None:
-    merges = view.rounds(core)._merges
+    merges = core.leader._merges
     body_of = merges.body
 
     def body_wrong(round_: Any, projections: Any) -> Any:
         body = body_of(round_, projections)
         return replace(body, share=body.share / 2)
 
-    merges.body = body_wrong  # type: ignore[method-assign]
+    merges.body = body_wrong
     _recompute_nothing(core)
 
 
 def _recompute_nothing(core: Any) -> None:
     """Entries are taken as they come: else no region takes wrong numbers, and no checker sees them."""
-    view.ledger(core)._entry_gate._meaning.doubt = lambda _: ""  # type: ignore[method-assign, union-attr]
+    core.ledger._entry_gate._meaning.doubt = lambda _: ""
 
 
 def _count_any_digest(core: Any) -> None:
-    leader = view.rounds(core)
+    leader = core.leader
     try_propose = leader.try_propose
 
     def propose_early(round_: Any, now_ns: int) -> None:
@@ -175,7 +174,7 @@ def _count_any_digest(core: Any) -> None:
             round_.holders = dict.fromkeys(round_.holders, round_.digest)
         try_propose(round_, now_ns)
 
-    leader.try_propose = propose_early  # type: ignore[method-assign]
+    leader.try_propose = propose_early
 
 
 def _tell_another_digest(host: Host) -> None:
@@ -192,7 +191,7 @@ def _tell_another_digest(host: Host) -> None:
 
 
 def _ask_again(core: Any) -> None:
-    participant = view.participant(core)
+    participant = core.participant
     follow = participant.ballot_opened
 
     def ask(leader: str, announcement: BallotOpened) -> None:
@@ -201,7 +200,7 @@ def _ask_again(core: Any) -> None:
             round_.contribution = round_.requested_base = None
         follow(leader, announcement)
 
-    participant.ballot_opened = ask  # type: ignore[method-assign]
+    participant.ballot_opened = ask
 
 
 def _snapshot_each_time(host: Host) -> None:

@@ -6,7 +6,6 @@ from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.roster import Roster, majority_of
 from diloco_node.core.member_kind import MemberKind, MembershipBody
 from diloco_node.core.operator_orders import EntryOrdered
-from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.planting import Fault
 
 
@@ -26,7 +25,7 @@ class EagerView(DiskView):
 
 def count_contributors(core: Any) -> None:
     """Let a core count the votes of all members."""
-    disks = view.ledger(core).disks
+    disks = core.ledger.disks
     before = disks.__dict__.pop("roster")
     disks.__class__ = EagerView
     disks.roster = before
@@ -34,7 +33,7 @@ def count_contributors(core: Any) -> None:
 
 def _forget_open_change(core: Any) -> None:
     """An order is carried out while another change is not committed yet."""
-    replacement, ledger = core.replacement, view.ledger(core)
+    replacement, ledger = core.replacement, core.ledger
     fault = replacement.order_fault
 
     def fault_without(order: EntryOrdered, **more: Any) -> str:
@@ -47,7 +46,7 @@ def _forget_open_change(core: Any) -> None:
 
 def _count_by_the_old_list(core: Any) -> None:
     """As if a list that grew needed no more votes than before: two of four, which are all of the new ones."""
-    ledger = view.ledger(core)
+    ledger = core.ledger
     election: Any = ledger._election
     missing = election.missing_votes
 
@@ -58,41 +57,41 @@ def _count_by_the_old_list(core: Any) -> None:
 
     def agreed_index() -> int:
         durable = {peer: (follower.disk, follower.durable_index) for peer, follower in ledger._followers.items()}
-        durable[view.region(core)] = (ledger._disk, ledger._log.durable_index)
+        durable[core._region] = (ledger._disk, ledger._log.durable_index)
         voters = ledger.disks.roster.voters
         indexes = [durable[name][1] if ledger._counts(name, durable[name][0]) else 0 for name in voters]
         return sorted(indexes, reverse=True)[majority_of(len(voters)) - 1 - spared()]
 
     agree = ledger._agreed_index
     election.missing_votes = lambda: missing() - spared()
-    ledger._agreed_index = lambda: agreed_index() if spared() else agree()  # type: ignore[method-assign]
+    ledger._agreed_index = lambda: agreed_index() if spared() else agree()
 
 
 def _has_joined(core: Any) -> bool:
     """Whether its region did not found the run."""
-    return view.ledger(core).disks._founders.kind_of(view.region(core)) is MemberKind.FORMER
+    return core.ledger.disks._founders.kind_of(core._region) is MemberKind.FORMER
 
 
 def _lead_after_removal(core: Any) -> None:
     """A leader removes itself and goes on, and the others go on to follow it."""
-    replacement, ledger = core.replacement, view.ledger(core)
+    replacement, ledger = core.replacement, core.ledger
     fault = replacement.order_fault
 
     def fault_without(order: EntryOrdered, **more: Any) -> str:
         text: str = fault(order, **more)
-        is_own = order.body.region == view.region(core) and isinstance(order.body, MembershipBody)
+        is_own = order.body.region == core._region and isinstance(order.body, MembershipBody)
         return "" if is_own and " leads: asked itself" in text and ledger.is_settled else text
 
     replacement.order_fault = fault_without
-    ledger._may_lead = lambda peer: ledger.disks.roster.has_removed(peer)  # type: ignore[method-assign]
+    ledger._may_lead = lambda peer: ledger.disks.roster.has_removed(peer)
     core.farewell.look = lambda *, now_ns: None
 
 
 def _acknowledge_as_joiner(core: Any) -> None:
     """Who joins acknowledges entries whose payloads and states it has not."""
-    ledger = view.ledger(core)
+    ledger = core.ledger
     if _has_joined(core):
-        ledger._may_persist = lambda entry: True  # type: ignore[method-assign]
+        ledger._may_persist = lambda entry: True
         log: Any = ledger._log
         log._has_base = lambda: True
 

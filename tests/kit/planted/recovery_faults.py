@@ -5,7 +5,6 @@ from typing import Any
 
 from diloco_node.core.rounds import evidence
 from diloco_node.core.types import SnapshotBody
-from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.planting import Fault
 
 
@@ -27,12 +26,12 @@ def _agree_with_half(core: Any) -> None:
 
 
 def _trust_any_base(core: Any) -> None:
-    view.ledger(core)._log._has_base = lambda: True
+    core.ledger._log._has_base = lambda: True
 
 
 def _count_any_answer(core: Any) -> None:
     """As if each answer of the disk were about the newest write."""
-    log: Any = view.ledger(core)._log
+    log: Any = core.ledger._log
     count = log.on_written
     log.on_written = lambda token: count(max([token, *(write.token for write in log._writes)]))
 

@@ -4,7 +4,6 @@ from typing import Any
 
 from diloco_node.core.data_shards import SHARDS
 from diloco_node.core.row_book import RowBook
-from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.planting import Fault
 from tests.kit.planted.learner_faults import spoil_learners
@@ -12,7 +11,7 @@ from tests.kit.planted.learner_faults import spoil_learners
 
 def _merge_any_rows(core: Any) -> None:
     """No region asks whose rows they are: else nobody merges them."""
-    for account in (core.history.account, view.ledger(core)._entry_gate._meaning._account):  # type: ignore[union-attr]
+    for account in (core.history.account, core.ledger._entry_gate._meaning._account):
         account.shards.fault = lambda _: ""
 
 

@@ -21,7 +21,6 @@ from diloco_node.lab.demo import demo_run as run_module
 from diloco_node.lab.demo import faulty_region as demo_region
 from diloco_node.lab.demo.demo_options import DemoOptions
 from diloco_node.lab.demo.demo_run import Demo, run_demo
-from diloco_node.lab.demo.live import LiveView
 from diloco_node.numeric import NS_PER_S
 from diloco_node.unix_sockets import Process
 
@@ -107,7 +106,7 @@ async def test_what_fails_beside_the_training_ends_the_demo_at_once(
     monkeypatch.setattr(run_module, "poll_all", no_answer)
     with pytest.raises(StorageError, match="the folder is full"):
         async with asyncio.timeout(60), demo.beside(fail(), "storm"):
-            await demo.watch(LiveView("", is_quiet=True), 0.0, until=lambda: False, limit_s=None)
+            await demo.watch(0.0, until=lambda: False, limit_s=None)
 
 
 async def test_what_failed_beside_the_training_is_raised_also_after_its_end(demo: Demo) -> None:
@@ -202,7 +201,7 @@ def with_tokens(folder: Path, *, merged: int, is_over: bool = False, **more: obj
     """A demo of 400,000 tokens of which so many are merged."""
     options = DemoOptions(regions=2, tokens=400_000, is_json=True, **more)  # type: ignore[arg-type]
     demo = Demo(options, folder / "run")
-    demo.keeper = SimpleNamespace(is_over=is_over)  # type: ignore[assignment]
+    demo.keeper = SimpleNamespace(is_over=is_over, joiners=())  # type: ignore[assignment]
     demo.course.samples = [RunSample(1, {"a": RegionSample(True, True, tokens_merged=merged)})]
     return demo
 
@@ -228,7 +227,7 @@ async def test_an_interrupt_before_the_first_sample_ends_the_watch(tmp_path: Pat
     demo = with_tokens(tmp_path, merged=0)
     demo.course.samples = []
     demo.interrupted.set()
-    await demo.watch(LiveView("", is_quiet=True), 0.0, until=lambda: demo.is_trained(0.0), limit_s=None)
+    await demo.watch(0.0, until=lambda: demo.is_trained(0.0), limit_s=None)
 
 
 async def test_the_end_of_a_demo_of_tokens_is_not_ordered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +235,7 @@ async def test_the_end_of_a_demo_of_tokens_is_not_ordered(tmp_path: Path, monkey
         pytest.fail("the run ends by itself")
 
     monkeypatch.setattr(run_module, "order_finish", order)
-    await with_tokens(tmp_path, merged=400_000, is_over=True).finish(LiveView("", is_quiet=True), 0.0)
+    await with_tokens(tmp_path, merged=400_000, is_over=True).finish(0.0)
 
 
 def test_a_demo_of_tokens_lays_its_schedule_out_for_them(tmp_path: Path) -> None:

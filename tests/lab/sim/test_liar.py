@@ -53,7 +53,7 @@ def test_no_stripe_is_of_a_fragment_or_blocks_that_there_are_not() -> None:
     headers = [decode_bulk(spoil("anybody", encode_begin(0, truth, 512), bytes(512))[0]).header for _ in range(200)]
     assert len(set(headers)) > 10
     for header in headers:
-        assert 0 <= header.block_start < header.block_stop <= layouts[header.fragment].blocks
+        assert 0 <= header.block_start < header.block_stop <= layouts[header.fragment].block_count
 
 
 def test_an_honest_region_says_what_it_said() -> None:

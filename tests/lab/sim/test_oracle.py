@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from diloco_node.codec.digest import payload_digest, stripe_digest
+from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.core import events as ev
 from diloco_node.core.membership.absence import EVICT_AFTER_NS
 from diloco_node.core.merge import weights
@@ -38,7 +38,7 @@ class Bench:
         self.layout = self.setup.layouts[0]
         generator = np.random.default_rng(SEED)
         self.theta = [generator.standard_normal(one.values).astype(np.float32) for one in self.setup.layouts]
-        digests = tuple(tensors.state_digest(values, np.zeros_like(values)) for values in self.theta)
+        digests = tuple(fragment_digest(values, np.zeros_like(values)) for values in self.theta)
         self.oracle.genesis(GenesisBody("run", "m", "s", LEARNERS, digests), [self.theta])
         self.generator = generator
         self.offered: dict[Contribution, bytes] = {}
@@ -48,7 +48,7 @@ class Bench:
         signs = self.generator.choice([-1.0, 1.0], self.layout.values)
         values = (signs * self.generator.uniform(0.7, 1.4, self.layout.values)).astype(np.float32)
         encoded = tensors.encode(values, Codec.BF16)
-        norms = self.layout.squared_norms(tensors.decode(encoded, Codec.BF16), 0, self.layout.blocks)
+        norms = tensors.squared_norms(self.layout, tensors.decode(encoded, Codec.BF16), 0, self.layout.block_count)
         one = Contribution(learner, 1, 0, base_version, steps[1], *steps, 64 * (steps[1] - steps[0]), norms)
         self.offered[one] = encoded
         self.oracle.contribution_made(one, encoded)
@@ -60,16 +60,17 @@ class Bench:
         whole = ((1.0,) * len(rules),) * len(made)
         raw = weights.weights(made, [0] * len(made), whole, self.setup.settings)
         rows = weights.coefficients(made, raw, rules, [(1.0,) * len(rules)] * len(made))
-        middle = self.layout.blocks // 2
-        stripes = (Stripe("asia-ne", 0, middle), Stripe("sa-east", middle, self.layout.blocks))
+        middle = self.layout.block_count // 2
+        stripes = (Stripe("asia-ne", 0, middle), Stripe("sa-east", middle, self.layout.block_count))
         parts = []
         for stripe in stripes:
-            low, high = self.layout.byte_range(stripe.block_start, stripe.block_stop, Codec.BF16)
+            low, high = tensors.byte_range(self.layout, stripe.block_start, stripe.block_stop, Codec.BF16)
             decoded = [tensors.decode(self.offered[made[at]][low:high], Codec.BF16) for at in order]
-            spreads = [self.layout.spread(rows[at], stripe.block_start, stripe.block_stop) for at in order]
+            spreads = [tensors.spread(self.layout, rows[at], stripe.block_start, stripe.block_stop) for at in order]
             parts.append(tensors.reduce_stripe(decoded, spreads, Codec.FP32))
         digest = payload_digest(stripe_digest(part.encoded) for part in parts)
-        norms = self.layout.squared_norms(np.concatenate([part.decoded for part in parts]), 0, self.layout.blocks)
+        values = np.concatenate([part.decoded for part in parts])
+        norms = tensors.squared_norms(self.layout, values, 0, self.layout.block_count)
         factors = weights.factors(made, raw, rules, [(1.0,) * len(rules)] * len(made), norms, share=1.0)
         members = tuple(Member(one, value) for one, value in zip(made, raw, strict=True))
         return RoundBody(0, version, ballot, members, 1.0, factors, stripes, digest, squared_norms=norms)
