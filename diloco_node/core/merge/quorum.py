@@ -10,14 +10,11 @@ a grace window quality collapses there (table 5).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.types import RunSettings
-
-SPREAD_SAMPLES_MAX: Final = 128
-"""Spreads remembered for their 99th percentile."""
 
 _NAMES_SHOWN_MAX: Final = 4
 _NS_PER_MS: Final = 1_000_000
@@ -44,7 +41,7 @@ class RoundTiming:
         step_time_ns: median of the live learners' moving averages.
         quorum_time_ns: usual time from the first learner due to the quorum.
         sync_time_ns: usual time from opening a round to its commit.
-        spread_p99_ns: 99th percentile of the time from quorum to the last learner (`ReportSpread`).
+        spread_p99_ns: 99th percentile of the time from quorum to the last learner.
         rtt_ns: largest round-trip time to a live learner.
     """
 
@@ -67,23 +64,10 @@ class OpenDecision:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReportSpread:
-    """The last 128 times between quorum and the last learner that became due."""
-
-    samples_ns: tuple[int, ...] = ()
-
-    def after(self, sample_ns: int) -> ReportSpread:
-        """With one more sample; the oldest goes when there are too many."""
-        return ReportSpread((*self.samples_ns, max(0, sample_ns))[-SPREAD_SAMPLES_MAX:])
-
-    @property
-    def p99_ns(self) -> int:
-        """The smallest sample that at least 99 % of the samples do not exceed; 0 if there are none."""
-        if not self.samples_ns:
-            return 0
-        rank = -(-99 * len(self.samples_ns) // 100)
-        return sorted(self.samples_ns)[rank - 1]
+def p99(samples: Collection[int]) -> int:
+    """The smallest sample that at least 99 % of the samples do not exceed; 0 if there are none."""
+    rank = -(-99 * len(samples) // 100)
+    return sorted(samples)[rank - 1] if samples else 0
 
 
 def quorum_size(live: int, quorum_min: int) -> int:
