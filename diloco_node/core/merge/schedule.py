@@ -39,11 +39,9 @@ def due_step(
     return position.cycle_start_step + max(1, sync_every - lead)
 
 
-def overdue_steps(
-    fragment: int, position: FragmentPosition, step: int, *, sync_every: int, fragments: int, lead: int = LEAD_STEPS
-) -> int:
+def overdue_steps(fragment: int, position: FragmentPosition, step: int, *, sync_every: int, fragments: int) -> int:
     """How many steps ago the learner became due; negative: in that many steps; -1 before it has applied genesis."""
-    due = due_step(fragment, position, sync_every=sync_every, fragments=fragments, lead=lead)
+    due = due_step(fragment, position, sync_every=sync_every, fragments=fragments)
     return -1 if due is None else step - due
 
 
