@@ -12,7 +12,7 @@ from diloco_node.core.rounds.evidence import (
     dispute_reducers,
     judge_absences,
 )
-from diloco_node.core.rounds.open_round import OpenRound, QuestionedBallot
+from diloco_node.core.rounds.open_round import OpenRound, QuestionedBallot, cuts_of
 from diloco_node.core.rounds.suspicion import BallotRole, Blame, SuspicionBook
 from diloco_node.numeric import NS_PER_S
 
@@ -91,7 +91,7 @@ class Judge:
         if (
             question is None
             or round_.reducers != (self._region,)
-            or question.blocks() != [(cut.block_start, cut.block_stop) for cut in round_.stripes]
+            or cuts_of(question.stripes) != cuts_of(round_.stripes)
         ):
             return
         pairs = differing_norms(question, round_)

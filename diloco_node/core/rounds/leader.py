@@ -72,7 +72,7 @@ class RoundLeader:
         self._clock = BallotClock(context)
         self._book = SuspicionBook(ballot_ns=context.settings.ballot_deadline_min_ns)
         self._judge = Judge(context, self._book)
-        self._audit = PayloadAudit(context, self._judge)
+        self._audit = PayloadAudit(context, self._judge, payloads)
         self._eligibility = Eligibility(context, self._book)
         self._answers = Answers(context, self._eligibility, self.proposals, self.rounds)
         self.progress = progress
@@ -320,7 +320,7 @@ class RoundLeader:
         if self._is_wrong(round_, now_ns):
             return
         roster, reaches = self._history.roster, partial(self._liveness.reaches, now_ns=now_ns)
-        self._audit.draw(round_, reaches, now_ns=now_ns)
+        self._audit.draw(round_, now_ns=now_ns)
         if not roster.is_majority((*round_.payload_holders(), roster.stand_in(reaches))):
             return
         if self._region in round_.payload_holders():
@@ -332,10 +332,10 @@ class RoundLeader:
 
     def _propose_audited(self, round_: OpenRound, now_ns: int) -> None:
         self._audit.request(round_)
-        projection = self._payloads.projection(round_.fragment, round_.ballot)
-        if self._audit.is_waiting(round_, projection, partial(self._liveness.reaches, now_ns=now_ns), now_ns=now_ns):
+        round_.audit_lack = self._audit.lack(round_, now_ns=now_ns)
+        if round_.audit_lack:
             return
-        doubt = self._audit.question(round_, projection, now_ns=now_ns)
+        doubt = self._audit.question(round_, now_ns=now_ns)
         has_tried = round_.windows in round_.own_rows  # in vain: the contributions are gone
         if doubt and round_.reducers == (self._region,) and not has_tried:
             self._audit.request(round_)  # All contributions are here already.

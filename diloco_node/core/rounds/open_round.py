@@ -20,6 +20,11 @@ def payload_digest(stripe_digests: Sequence[bytes]) -> bytes:
     return hashlib.sha256(b"".join(stripe_digests)).digest()
 
 
+def cuts_of(stripes: Sequence[Stripe]) -> tuple[tuple[int, int], ...]:
+    """Return how a fragment is cut, whoever reduces what."""
+    return tuple((stripe.block_start, stripe.block_stop) for stripe in stripes)
+
+
 @dataclass(frozen=True, slots=True)
 class QuestionedBallot:
     """A merged ballot whose norms do not add up: the leader reduces the same stripes itself to see who is wrong.
@@ -30,10 +35,6 @@ class QuestionedBallot:
     stripes: tuple[Stripe, ...]
     reports: tuple[ReductionReported, ...]
     contributions: tuple[Contribution, ...]
-
-    def blocks(self) -> list[tuple[int, int]]:
-        """Return how the fragment was cut."""
-        return [(stripe.block_start, stripe.block_stop) for stripe in self.stripes]
 
 
 @dataclass(frozen=True, slots=True)
