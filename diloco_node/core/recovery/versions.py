@@ -173,7 +173,7 @@ class Versions:
         if isinstance(body, RoundBody):
             self._queues[body.fragment].append(body)
             self._rounds[body.fragment][body.version] = body
-        elif isinstance(body, SnapshotBody) and 0 <= body.fragment < len(self.applied):
+        elif isinstance(body, SnapshotBody):
             self._forget(body.fragment)
 
     def begin_at(self, index: int) -> None:

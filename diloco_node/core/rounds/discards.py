@@ -149,7 +149,7 @@ class DiscardDesk:
     def accept(self, body: DiscardedBody, *, now_ns: int) -> bool:
         """Count an interval as booked if it may go into the log now; return whether it may.
 
-        The caller has checked that no open round includes the learner.
+        The caller has checked that there is such a fragment, and that no open round includes the learner.
         """
         seconds = (now_ns - self._earned_at_ns) // NS_PER_S
         if seconds > 0:
@@ -162,7 +162,7 @@ class DiscardDesk:
         newest = self._history.account.newest_incarnation(body.learner)
         if not is_plausible_incarnation(body.incarnation, newest) or body.step_to > STEPS_MAX:
             return False
-        if self._history.discard_fault(body):
+        if self._history.account.fault(body):
             return False
         self._spent[body.learner] = self._spent.get(body.learner, 0) + 1
         self._booking.add(_booking_key(body))

@@ -16,7 +16,6 @@ from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import (
     EXPELLED,
     Contribution,
-    DiscardedBody,
     Entry,
     ExtendedBody,
     FinishedBody,
@@ -38,15 +37,9 @@ class Snapshots:
         """Begin with the states that genesis names."""
         self._last = [(SnapshotBody(at, 0, digest),) for at, digest in enumerate(genesis.fragment_digests)]
 
-    def add(self, body: SnapshotBody) -> bool:
-        """Take a committed snapshot; False if it is not newer than the last one, or of no fragment."""
-        if not 0 <= body.fragment < len(self._last):
-            return False
-        last = self._last[body.fragment]
-        if not last or body.version <= last[-1].version:
-            return False
-        self._last[body.fragment] = (last[-1], body)
-        return True
+    def add(self, body: SnapshotBody) -> None:
+        """Take a snapshot that an entry names: it is newer than the last one (`EntryCheck`)."""
+        self._last[body.fragment] = (*self._last[body.fragment][-1:], body)
 
     def newest(self, fragment: int) -> SnapshotBody | None:
         """The newer snapshot, at which states are fetched; None before genesis."""
@@ -231,12 +224,6 @@ class RoundHistory:
         if not 0 <= contribution.base_version < version:
             return f"base version {contribution.base_version} for a round to version {version}"
         return self.account.fault(contribution)
-
-    def discard_fault(self, body: DiscardedBody) -> str:
-        """Return why an interval can't be booked as discarded; empty if it can."""
-        if not 0 <= body.fragment < len(self.versions):
-            return f"there is no fragment {body.fragment}"
-        return self.account.fault(body)
 
     def shards(self, run_id: str, region: str, incarnation: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """Return how often the members have changed, a region's shards of the data, and where its learner begins."""
