@@ -1,11 +1,10 @@
 """Versions of each fragment that this region holds: on disk, in memory, and offered to its learner.
 
-Payloads and states on disk let an entry be acknowledged. Entries are applied in order per fragment, one at a time;
-different fragments go in parallel. Applied versions are offered to the learner.
+Payloads and states on disk let an entry be acknowledged. Entries are applied in order per fragment, one at a time.
 
-States are fetched at a snapshot of the ledger only, and so are they healed. Where an own state is not what the ledger
-names, its files are set aside, the snapshot's state is fetched, and the payloads after it are applied. Until that state
-is on the disk no further round of the fragment is acknowledged.
+States are fetched at a snapshot of the ledger only. Where an own state is not what the ledger names, its files are set
+aside, the snapshot's state is fetched, and the payloads after it are applied. Until then no further round of the
+fragment is acknowledged.
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ class Versions:
         """Return how an entry's norms differ from those of its payload here; empty if nothing says that they do."""
         if not isinstance(body, RoundBody):
             return ""
-        norms = self._payloads.get((body.fragment, body.version, body.payload_digest), ())
+        norms = self._payloads.get(_name(body), ())
         for piece, (claim, square) in enumerate(zip(body.squared_norms, norms, strict=False)):
             if not is_same_norm(claim, square):
                 return f"piece {piece} of its payload has the squared norm {square:.6g}, it says {claim:.6g}"
@@ -126,8 +125,8 @@ class Versions:
 
     def believe(self, body: EntryBody) -> None:
         """Take an entry's word for its norms: a majority did."""
-        if isinstance(body, RoundBody) and (body.fragment, body.version, body.payload_digest) in self._payloads:
-            self._payloads[body.fragment, body.version, body.payload_digest] = ()
+        if isinstance(body, RoundBody) and _name(body) in self._payloads:
+            self._payloads[_name(body)] = ()
 
     def state_stored(self, fragment: int, version: int, digest: bytes) -> None:
         """A fetched state is on disk: what the ledger names."""
@@ -189,8 +188,8 @@ class Versions:
         return self._base_index == 0 or not any(self._lacks_base(fragment) for fragment in range(len(self.states)))
 
     def has_states(self, versions: Sequence[int]) -> bool:
-        """Whether each fragment's state is on disk here at this version or a later one, and a snapshot of the ledger
-        as new is there for the others: no entry of an earlier round is needed any more."""
+        """Whether no round before these versions is needed any more: later states are on disk here, and in the ledger
+        for the others."""
         return not self._healing and all(
             state >= version
             and (snapshot := self._history.snapshots.newest(fragment)) is not None
@@ -201,9 +200,7 @@ class Versions:
     def heal(self, snapshot: SnapshotBody, *, version_reached: int) -> None:
         """The ledger has another digest of an own state: set it aside and fetch it.
 
-        Args:
-            version_reached: the newest round of the fragment in this region's log: up to there it has been
-                acknowledged.
+        version_reached: the newest round of the fragment in this region's log: up to there it has been acknowledged.
         """
         fragment = snapshot.fragment
         before = self._healing.get(fragment)
@@ -220,7 +217,7 @@ class Versions:
         )
 
     def states_renamed(self, fragment: int) -> None:
-        """The effect is done."""
+        """The wrong states are set aside."""
         if fragment in self._healing:
             self._healing[fragment].is_aside = True
             self.states[fragment] = -1
@@ -282,8 +279,7 @@ class Versions:
                 return body.version <= healing.reached
             # What is applied was on disk; its payload may be pruned since, behind a checkpoint of this region.
             newest = max(self.states[body.fragment], self.applied[body.fragment])
-            is_here = (body.fragment, body.version, body.payload_digest) in self._payloads
-            return newest >= body.version or (is_here and not self.payload_fault(body))
+            return newest >= body.version or (_name(body) in self._payloads and not self.payload_fault(body))
         return True
 
     def has_stored(self, fragment: int, version: int, digest: bytes) -> bool:
@@ -362,9 +358,8 @@ class Versions:
     def _recover(self, recovery: Recovered) -> None:
         """A state from version 1 on was committed once, so it can be used before a leader is known.
 
-        Version 0 may be Theta_0 of a genesis that never was: it counts if the ledger on disk holds its genesis, for
-        says which bytes it must be. The ledger on disk is asked for later versions, too: an uncommitted snapshot in it
-        was agreed on all the same, and if it was wrong the state is fetched for nothing.
+        Version 0 may be Theta_0 of a genesis that never was: it counts if the ledger on disk holds its genesis. An
+        uncommitted snapshot there was agreed on all the same; if it was wrong the state is fetched for nothing.
         """
         bodies = [entry.body for entry in recovery.entries]
         genesis = self._history.genesis or next((body for body in bodies if isinstance(body, GenesisBody)), None)
@@ -377,11 +372,8 @@ class Versions:
             self.begin_at(recovery.base.index)
         for fragment, version in enumerate(self.states):
             snapshot = snapshots.get((fragment, version))
-            is_wrong = (
-                snapshot is not None
-                and recovery.state_digests != ()
-                and (recovery.state_digests[fragment] != snapshot.digest)
-            )
+            digests = recovery.state_digests[fragment : fragment + 1]  # none: they are unknown
+            is_wrong = snapshot is not None and digests not in ((), (snapshot.digest,))
             if snapshot is not None and is_wrong and version >= 1:
                 self.states[fragment] = -1
                 self.heal(snapshot, version_reached=-1)
@@ -419,14 +411,15 @@ class Versions:
 
     def _is_starving(self, fragment: int) -> bool:
         """Whether the next round to apply is committed, and its payload is not here."""
-        queue, version_applied = self._queues[fragment], self.applied[fragment]
-        if self._busy[fragment] is not None or not queue or fragment in self._healing:
+        body = self._next_round(fragment)
+        if body is None or self._busy[fragment] is not None or fragment in self._healing:
             return False
-        body = queue[0]
-        is_next = (
-            version_applied >= 0 and body.version == version_applied + 1 and self.states[fragment] <= version_applied
-        )
-        return is_next and (fragment, body.version, body.payload_digest) not in self._payloads
+        return self.states[fragment] <= self.applied[fragment] and _name(body) not in self._payloads
+
+    def _next_round(self, fragment: int) -> RoundBody | None:
+        """The first committed round that is not applied, if the version before it is in memory."""
+        queue, version_applied = self._queues[fragment], self.applied[fragment]
+        return queue[0] if queue and 0 <= version_applied == queue[0].version - 1 else None
 
     def _lacking_initial(self, body: GenesisBody) -> dict[int, bytes]:
         """Fragments whose Theta_0 is not on disk here, with the digest that genesis names."""
@@ -454,17 +447,14 @@ class Versions:
         if version_applied < state <= self._history.versions[fragment] and is_of_run:
             self._busy[fragment] = state
             self._effects.emit(AdoptState(fragment, state))
-        elif queue and version_applied >= 0 and queue[0].version == version_applied + 1:
-            body = queue[0]
-            if (fragment, body.version, body.payload_digest) in self._payloads:
-                self._busy[fragment] = body.version
-                self._effects.emit(ApplyVersion(body))
+        elif (body := self._next_round(fragment)) is not None and _name(body) in self._payloads:
+            self._busy[fragment] = body.version
+            self._effects.emit(ApplyVersion(body))
 
     def _is_behind(self, fragment: int) -> bool:
         """Whether the payload of the next committed version is on disk here, so that it is applied at once."""
         body = self._rounds[fragment].get(self.applied[fragment] + 1)
-        is_here = body is not None and (fragment, body.version, body.payload_digest) in self._payloads
-        return is_here and fragment not in self._healing
+        return body is not None and _name(body) in self._payloads and fragment not in self._healing
 
     def _is_applied(self, entry: Entry) -> bool:
         if isinstance(entry.body, GenesisBody):
@@ -498,3 +488,8 @@ class Versions:
         fragment = lacking[0].fragment
         are_many = len(lacking) > PAYLOADS_RATHER_MAX and not fetches.is_refused(fragment, snapshot.version)
         return are_many or fetches.is_gone(fragment, lacking[0].version)
+
+
+def _name(body: RoundBody) -> tuple[int, int, bytes]:
+    """Return the name of an entry's payload: fragment, version, digest."""
+    return body.fragment, body.version, body.payload_digest
