@@ -42,8 +42,7 @@ class FollowedBallot:
         decision: the contributions to merge, once the leader has decided.
         sum_orders: stripes whose reduction was started, each with the order of its sum (places in the decision).
         reductions: those that are done.
-        merged_digests, merged_norms: of the merged stripes that are here. digest: of the payload, once it is being
-            stored.
+        merged: (digest, squared norms) of the merged stripes that are here. digest: of the payload, once it is stored.
         is_lost: its merged stripes were dropped before they were written.
         drawn: the drawer's nonce, as it told it. nonces: all of the audit, as the leader told them.
         projection: as far as it is worked out. is_row_ordered, is_payload_ordered: that part of it was ordered.
@@ -57,8 +56,7 @@ class FollowedBallot:
     decision: MergeDecided | None = None
     sum_orders: dict[int, list[int]] = field(default_factory=dict)
     reductions: dict[int, ReductionDone] = field(default_factory=dict)
-    merged_digests: dict[int, bytes] = field(default_factory=dict)
-    merged_norms: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    merged: dict[int, tuple[bytes, tuple[float, ...]]] = field(default_factory=dict)
     digest: bytes = b""
     is_lost: bool = False
     drawn: AuditDrawn | None = None
@@ -87,9 +85,7 @@ class FollowedBallot:
 
     def lacking_reducers(self) -> tuple[str, ...]:
         """Return reducers whose merged stripes are not here, each once, in the order of the stripes."""
-        lacking = (
-            stripe.reducer for index, stripe in enumerate(self.announcement.stripes) if index not in self.merged_digests
-        )
+        lacking = (stripe.reducer for index, stripe in enumerate(self.announcement.stripes) if index not in self.merged)
         return tuple(dict.fromkeys(lacking))
 
     def keep_merged(self, event: MergedStripeArrived) -> None:
@@ -98,7 +94,7 @@ class FollowedBallot:
         The sender chose both, and the shell may not have known the ballot's stripes when it took the bytes.
         """
         if 0 <= event.stripe < len(self.announcement.stripes) and self.announcement.stripes[event.stripe] == event.cut:
-            self.merged_digests[event.stripe], self.merged_norms[event.stripe] = event.digest, event.squared_norms
+            self.merged[event.stripe] = event.digest, event.squared_norms
 
     def durable_report(self) -> PayloadDurable:
         """Build the report that the payload is on disk."""
@@ -106,7 +102,7 @@ class FollowedBallot:
 
     def payload_norms(self) -> tuple[float, ...]:
         """Return the squared norm of each piece of the payload, once all its stripes are here."""
-        rows = (self.merged_norms[index] for index in range(len(self.announcement.stripes)))
+        rows = (self.merged[index][1] for index in range(len(self.announcement.stripes)))
         return tuple(fsum(column) for column in zip(*rows, strict=True))
 
     def report_of(self, reduction: ReductionDone) -> ReductionReported:

@@ -43,8 +43,8 @@ from diloco_node.core.rounds.suspicion import LEFT_OUT_SHOWN_MAX, REASON_SHOWN_M
 from diloco_node.core.types import NO_STEPS, Ballot, Contribution, LearnerStatus, RoundBody
 
 PROMPT_MEMBERS_MAX: Final = 8
-"""Members of a ballot whose leader is told at once of each contribution that arrives. In larger ballots it is told with
-the next heartbeat, for these would be too many messages."""
+"""Members of a ballot whose leader is told at once of each contribution that arrives. In larger ballots these would be
+too many messages: it is told with the next heartbeat."""
 
 
 class RoundParticipant:
@@ -79,18 +79,24 @@ class RoundParticipant:
             if round_.ballot is not None and round_.version == self._history.versions[fragment] + 1
         }
 
+    def _followed(self, fragment: int, number: Ballot) -> FollowedBallot | None:
+        """Return a ballot, if it is the one that is followed."""
+        ballot = self.rounds[fragment].ballot
+        return ballot if ballot is not None and ballot.number == number else None
+
+    def is_following(self, body: RoundBody) -> bool:
+        """Whether this region follows the ballot that made the payload: then its stripes are on their way."""
+        return self._followed(body.fragment, body.ballot) is not None
+
     def is_storing(self, body: RoundBody) -> bool:
         """Whether the payload of this entry is being written to disk."""
-        ballot = self.rounds[body.fragment].ballot
-        is_this = ballot is not None and ballot.number == body.ballot and ballot.digest == body.payload_digest
-        return is_this and ballot is not None and not ballot.is_lost
+        ballot = self._followed(body.fragment, body.ballot)
+        return ballot is not None and ballot.digest == body.payload_digest and not ballot.is_lost
 
     def merged_stripes(self, fragment: int, number: Ballot) -> Mapping[int, tuple[bytes, tuple[float, ...]]]:
         """Return (digest, squared norms per piece) of a ballot's merged stripes that are here, by stripe."""
-        ballot = self.rounds[fragment].ballot
-        if ballot is None or ballot.number != number:
-            return {}
-        return {index: (ballot.merged_digests[index], norms) for index, norms in ballot.merged_norms.items()}
+        ballot = self._followed(fragment, number)
+        return {} if ballot is None else dict(ballot.merged)
 
     def payload_norms(self, fragment: int, digest: bytes) -> tuple[float, ...]:
         """Return the squared norm of each piece of a payload; empty if its stripes did not come here."""
@@ -100,11 +106,6 @@ class RoundParticipant:
     def projection(self, fragment: int, number: Ballot) -> Projection:
         """Return this region's projection of a ballot's payload, as far as it is computed."""
         return self.audits.projection(fragment, number)
-
-    def is_following(self, body: RoundBody) -> bool:
-        """Whether this region follows the ballot that made the payload: then its stripes are on their way."""
-        ballot = self.rounds[body.fragment].ballot
-        return ballot is not None and ballot.number == body.ballot
 
     def open_rounds(self) -> list[tuple[int, int, Ballot, str]]:
         """Return (fragment, version, ballot, what it waits for here) of each open round that is known here."""
@@ -144,12 +145,11 @@ class RoundParticipant:
 
     def learner_changed(self, status: LearnerStatus | None) -> None:
         """Take the learner's report; None: it is gone. A new incarnation knows nothing of the old one's snapshots."""
-        is_new = status is not None and (self._learner is None or self._learner.incarnation != status.incarnation)
         for round_ in self.rounds:
             contribution = round_.contribution
             if status is None:
                 round_.requested_base = None
-            elif is_new and contribution is not None and contribution.incarnation != status.incarnation:
+            elif contribution is not None and contribution.incarnation != status.incarnation:
                 round_.contribution = None
         self._learner = status
         self._changed_fragments.update(range(len(self.rounds)))
@@ -177,8 +177,7 @@ class RoundParticipant:
     def ballot_opened(self, leader: str, announcement: BallotOpened) -> None:
         """Follow a ballot, or answer again if it is the one that is followed. Lower ballots are ignored.
 
-        A higher ballot may be of a lower version: it replaces that of a leader which named an impossible version. A
-        ballot whose stripes do not fit the fragment raises an alarm: nobody could cut a contribution by them.
+        A higher ballot may be of a lower version: it replaces that of a leader which named an impossible version.
         """
         if not 0 <= announcement.fragment < len(self.rounds):
             return
@@ -219,10 +218,11 @@ class RoundParticipant:
 
     def merge_decided(self, decision: MergeDecided) -> None:
         """Reduce as the leader decided, or report the result again."""
-        round_ = self.rounds[decision.fragment] if 0 <= decision.fragment < len(self.rounds) else None
-        if round_ is None or round_.ballot is None or round_.ballot.number != decision.ballot:
+        if not 0 <= decision.fragment < len(self.rounds):
             return
-        ballot = round_.ballot
+        ballot = self._followed(decision.fragment, decision.ballot)
+        if ballot is None:
+            return
         fault = decision_fault(decision, ballot.announcement, self._pieces[decision.fragment])
         if fault:
             self._alarm("decision", f"decision of {ballot.leader}: {fault}", ballot.announcement)
@@ -289,12 +289,9 @@ class RoundParticipant:
             self._effects.send(round_.ballot.leader, round_.ballot.durable_report())
 
     def payload_not_stored(self, fragment: int, number: Ballot) -> None:
-        """Remember that merged stripes were dropped before they were written.
-
-        If the ballot commits, its payload is fetched.
-        """
-        ballot = self.rounds[fragment].ballot
-        if ballot is not None and ballot.number == number:
+        """Remember that merged stripes were dropped before they were written: a payload that commits is fetched."""
+        ballot = self._followed(fragment, number)
+        if ballot is not None:
             ballot.is_lost = True
 
     def on_commit(self, body: RoundBody) -> None:
@@ -316,10 +313,7 @@ class RoundParticipant:
         self._changed_fragments.add(fragment)
 
     def tick(self) -> None:
-        """Tell leaders which contributions have arrived since the last heartbeat.
-
-        Only large ballots need it. One report for each contribution would be members times reducers, all to the leader.
-        """
+        """Tell leaders which contributions have arrived since the last heartbeat; only large ballots need it."""
         for round_ in self.rounds:
             if round_.ballot is not None:
                 self._tell_receipts(round_, round_.ballot)
@@ -386,25 +380,24 @@ class RoundParticipant:
     def _order_of_sum(self, contributions: tuple[Contribution, ...]) -> list[int]:
         """Return the places of the contributions in the order in which they are added.
 
-        Float32 sums depend on the order. So the learners' names decide it, not the leader's list or the arrival.
+        Float32 sums depend on it: names decide, not the leader's list or the arrival.
         """
         return sorted(range(len(contributions)), key=lambda place: contributions[place].learner)
 
     def _store(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
-        if ballot.digest or len(ballot.merged_digests) < len(ballot.announcement.stripes):
-            return
         fragment, stripes = ballot.announcement.fragment, ballot.announcement.stripes
-        ballot.digest = payload_digest([ballot.merged_digests[index] for index in range(len(stripes))])
+        if ballot.digest or len(ballot.merged) < len(stripes):
+            return
+        ballot.digest = payload_digest([ballot.merged[index][0] for index in range(len(stripes))])
         if self._is_stored(round_, ballot):
             self._effects.send(ballot.leader, ballot.durable_report())
         else:
             self._effects.emit(StorePayload(ballot.number, fragment, round_.version, ballot.digest, stripes))
 
     def _may_contribute(self, fragment: int, version: int) -> bool:
-        """Whether the learner can contribute now. Asked again when something changes.
+        """Whether the learner can contribute now: a snapshot is taken against version - 1, once that is applied.
 
-        A snapshot is taken against version - 1, once the learner has applied that. So each offered version settles the
-        snapshot before it, and no base is older than the learner's last inclusion.
+        So each offered version settles the snapshot before it, and no base is older than the last inclusion.
         """
         if self._learner is None:
             return False
@@ -438,7 +431,7 @@ class RoundParticipant:
         if ballot.digest and self._is_stored(round_, ballot):
             self._effects.send(ballot.leader, ballot.durable_report())
         self.audits.repeat(ballot)
-        digests = tuple(ballot.merged_digests.get(index, b"") for index in range(len(ballot.announcement.stripes)))
+        digests = tuple(ballot.merged.get(index, (b"",))[0] for index in range(len(ballot.announcement.stripes)))
         self._effects.send(ballot.leader, MergedReceived(ballot.number, digests))
 
     def _tell_receipts(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
