@@ -109,8 +109,7 @@ class DiscardCheck:
     def _has_passed(self, body: DiscardedBody) -> bool:
         """Whether the living learner says of itself that it goes on right behind these steps, and these tokens.
 
-        Its region may not report them again: it has started anew, and does not know yet that the version which ended
-        them is committed. The account before the entry says that they are in no merge.
+        Its region may not report them again: it has started anew, and does not know yet what is committed.
         """
         status = self._liveness.learner(body.learner)
         if status is None or status.incarnation != body.incarnation:

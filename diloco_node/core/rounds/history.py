@@ -208,8 +208,7 @@ class RoundHistory:
         return version == self._last_rounds[fragment]
 
     def included_snapshot(self, learner: str, incarnation: int, fragment: int, *, base: int, version: int) -> int:
-        """Return the incarnation's last snapshot that versions (base, version] include, by its newest inclusion: that
-        one's base was at least the version of the one before; -1 if they include none."""
+        """Return the incarnation's last snapshot that versions (base, version] include; -1 if they include none."""
         last = self.account.last_inclusion(learner, fragment)
         is_it = last is not None and base < last.version <= version and last.incarnation == incarnation
         return last.snapshot if is_it and last is not None else -1

@@ -56,14 +56,13 @@ class Judge:
     def judge_sums(
         self, round_: OpenRound, stripes: Mapping[int, tuple[bytes, tuple[float, ...]]], *, now_ns: int
     ) -> str:
-        """Blame reducers whose merged stripes (`blame_sums`) can't be the sum. Return why, in words; empty
-        if all can."""
+        """Blame reducers whose merged stripes can't be the sum. Return why, in words; empty if all can."""
         return self.blame_all(round_, blame_sums(round_, stripes, self._history.settings), now_ns=now_ns)
 
     def judge_renamers(self, round_: OpenRound, *, now_ns: int) -> str:
         """Blame members that renamed their contribution: it never arrives whole. Return why, in words."""
-        reason = "it gave its contribution another name in the same round"
-        blames = [Blame(name, BallotRole.MEMBER, reason, is_proved=True) for name in sorted(round_.renamers)]
+        fault = "it gave its contribution another name in the same round"
+        blames = [Blame(name, BallotRole.MEMBER, fault, is_proved=True) for name in sorted(round_.renamers)]
         round_.renamers.clear()
         return self.blame_all(round_, blames, now_ns=now_ns)
 
@@ -142,19 +141,16 @@ class Judge:
         return (*probes, *suspects)
 
     def blame_all(self, round_: OpenRound, blames: Sequence[Blame], *, now_ns: int) -> str:
-        """Take blamed regions out of this round, and suspend them. Return the blames in words; empty if there is
-        none."""
+        """Take blamed regions out of this round, and suspend them. Return the blames in words; empty if none."""
         for blame in blames:
             if blame.role is BallotRole.REDUCER:
                 round_.exclusions.add(blame.region)
             else:
                 round_.rejections[blame.region] = blame.reason
             pause_ns = self.book.blame(blame, opened_at_ns=round_.ballot_at_ns, now_ns=now_ns)
-            text = f"{blame.region} as {blame.role}: {blame.reason}"
-            if pause_ns is not None:
-                self._note(round_, f"{text}; left out for {pause_ns / NS_PER_S:.3g} s", is_alarm=True)
-            else:
-                self._note(round_, text)
+            pause = "" if pause_ns is None else f"; left out for {pause_ns / NS_PER_S:.3g} s"
+            text = f"{blame.region} as {blame.role}: {blame.reason}{pause}"
+            self._note(round_, text, is_alarm=pause_ns is not None)
         # With everybody out no ballot could follow: then all are asked again.
         if round_.exclusions >= set(self._context.regions):
             round_.exclusions.clear()

@@ -48,8 +48,7 @@ class RoundLeader:
         proposals: bodies for the ledger, in order. rounds: open rounds by fragment.
         progress: how far the run is; to be asked in every region, whoever leads.
         is_in_the_way: this region holds up the others. A majority has had a payload for a while and this region has
-            not, or a second ballot of a round failed because merged stripes did not come here. Its disk is full or
-            stands still, or bulk does not reach it: merging goes on when another region leads.
+            not, or a second ballot of a round failed because merged stripes did not come here.
     """
 
     def __init__(self, context: RoundContext, progress: RunProgress, payloads: RoundParticipant) -> None:
@@ -211,16 +210,12 @@ class RoundLeader:
             self._answers.take_discards(bodies, now_ns=now_ns)
 
     def let_go(self, region: str) -> bool:
-        """Leave a region, or none, out of new ballots, for it is about to leave the run; whether no open
-        round has it."""
+        """Leave a region that is about to go, or none, out of new ballots; whether no open round has it."""
         self._eligibility.region_to_remove = region
         return not any(region in (*round_.members, *round_.reducers) for round_ in self.rounds.values())
 
     def hold_merges(self, *, now_ns: int) -> bool:
-        """Decide no merge until `go_on`: a merge goes by the settings of the entry before it.
-
-        Returns: whether every merge that was decided is committed, or given up.
-        """
+        """Decide no merge until `go_on`, for other settings come; whether all that were decided are over."""
         self._held_since_ns = now_ns if self._held_since_ns is None else self._held_since_ns
         return all(round_.decision is None for round_ in self.rounds.values())
 
@@ -428,8 +423,7 @@ class RoundLeader:
         is_late: bool = False,
         stripes: tuple[Stripe, ...] | None = None,
     ) -> None:
-        """Try the round again. Contributions keep their names, so that stripes which have arrived are not sent
-        again."""
+        """Try the round again. Contributions keep their names: stripes that have arrived are not sent again."""
         if self._leaves_to_pause(round_, reason, now_ns):
             return
         reachability = self._eligibility.reachability(now_ns=now_ns, exclude=round_.exclusions)
@@ -475,8 +469,7 @@ class RoundLeader:
         self._effects.send_all(self._context.regions, round_.announcement)
 
     def _repeat(self, round_: OpenRound) -> None:
-        """Announce the ballot again to every region that is not done, and the decision to late reducers: messages get
-        lost."""
+        """Announce the ballot again to every region that is not done, and the decision to late reducers."""
         if round_.is_proposed:
             return
         names_done = round_.payload_holders() if round_.is_merged else round_.holders

@@ -27,10 +27,7 @@ def cuts_of(stripes: Sequence[Stripe]) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class QuestionedBallot:
-    """A merged ballot whose norms do not add up: the leader reduces the same stripes itself to see who is wrong.
-
-    reports: one per stripe. contributions: in the order of the decision.
-    """
+    """A merged ballot whose norms do not add up: the leader reduces the same stripes itself to see who is wrong."""
 
     stripes: tuple[Stripe, ...]
     reports: tuple[ReductionReported, ...]
@@ -126,8 +123,7 @@ class OpenRound:
     def asks_again(self, *, spacing_max: int) -> bool:
         """Count a heartbeat; whether the ballot is announced again in it, after 1, 2, 4 and so on of them.
 
-        spacing_max: most heartbeats between two times. Each region answers with all that it has of each member, so
-        the answers grow with the square of the regions.
+        spacing_max: most heartbeats between two times, for the answers grow with the square of the regions.
         """
         self.beats += 1
         if self.beats < self.repeat_at:
