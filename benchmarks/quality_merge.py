@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.merge import outliers, schedule, weights
-from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, position_after
+from diloco_node.core.merge.carry import Anchor, carry_plan, position_after
 from diloco_node.core.merge.fragments import Fragment, TensorSpec, build_manifest
 from diloco_node.core.merge.numbers import MergeNumbers
 from diloco_node.core.types import CarryMode, Contribution, FragmentPosition, MergeRule, RunSettings
 from diloco_node.daemon.effects.open_stripes import add_trimmed
+from diloco_node.lab.sim.arithmetic import carry_over
 from diloco_node.numeric import F32, F64
 
 Attendance = Callable[[int, int], Sequence[int]]
@@ -257,7 +258,7 @@ class Rounds:
         return [float(np.mean(cosines)) if cosines else 0.0 for cosines in self.cosines]
 
     def _outer_rates(self, one: _Open) -> tuple[float, float]:
-        """As `core.merge.outer.outer_rates`, but for `outer_total`."""
+        """As `core.merge.numbers.outer_rates`, but for `outer_total`."""
         if one.is_last:
             return 1.0, 0.0
         if not self.outer_total:

@@ -19,10 +19,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-import numpy as np
-
 from diloco_node.core.types import CarryMode, FragmentPosition
-from diloco_node.numeric import F32
 
 MISSED_KEEP: Final = 0.5
 """The part of its own steps that a learner keeps when a version arrives without them."""
@@ -80,23 +77,6 @@ def carry_plan(
     if carry_factor < CARRY_FACTOR_MIN:
         return CarryPlan(Anchor.NONE, 0.0)
     return CarryPlan(Anchor.SNAPSHOT if is_included else Anchor.BASE, carry_factor)
-
-
-def carry_over(plan: CarryPlan, *, new: F32, theta: F32, anchor: F32 | None) -> F32:
-    """The learner's parameters after the apply: reference for the learner's in-place version.
-
-    new: the new version. theta: its parameters now. anchor: the snapshot or base that the plan names, None for
-    `Anchor.NONE`. All have shape (n,), float32, and are not changed.
-
-    Returns: shape (n,), float32. Exactly `new` for a learner that did not move since its anchor. Each operation is
-    rounded to float32 by itself; with `carry_factor` 1 there is no multiplication.
-    """
-    if (anchor is None) != (plan.anchor is Anchor.NONE):
-        raise ValueError(f"the plan's anchor is {plan.anchor}, but {'no' if anchor is None else 'an'} array was given")
-    if anchor is None:
-        return new.copy()
-    gap = theta - anchor
-    return new + (gap if plan.carry_factor == 1.0 else np.float32(plan.carry_factor) * gap)
 
 
 def position_after(

@@ -34,8 +34,7 @@ from diloco_node.core.ledger.summary import RunSummary, decode_summary, summed_r
 from diloco_node.core.member_kind import WITNESS_NAME, MemberKind, MembershipBody
 from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.freivalds import are_rows_due, draw_windows, lacking_rows
-from diloco_node.core.merge.numbers import MergeNumbers, is_same_number, length_limits, merge_numbers
-from diloco_node.core.merge.outer import outer_rates
+from diloco_node.core.merge.numbers import MergeNumbers, is_same_number, length_limits, merge_numbers, outer_rates
 from diloco_node.core.merge.outliers import RecentRounds, recent_after
 from diloco_node.core.merge.stripes import piece_blocks, stripes_fault
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX, refusal, to_float32

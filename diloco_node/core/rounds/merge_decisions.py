@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from diloco_node.core.merge import outliers
-from diloco_node.core.merge.numbers import merge_numbers
-from diloco_node.core.merge.outer import outer_rates
+from diloco_node.core.merge.numbers import merge_numbers, outer_rates
 from diloco_node.core.messages import MergeDecided
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.open_round import OpenRound

@@ -16,9 +16,8 @@ import numpy as np
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core import events as ev
 from diloco_node.core.merge import outliers, weights
-from diloco_node.core.merge.numbers import MergeNumbers
+from diloco_node.core.merge.numbers import MergeNumbers, outer_rates
 from diloco_node.core.merge.opposition import MEMBERS_MIN
-from diloco_node.core.merge.outer import outer_rates, outer_step
 from diloco_node.core.types import (
     CarryMode,
     Contribution,
@@ -29,6 +28,7 @@ from diloco_node.core.types import (
     Stripe,
 )
 from diloco_node.lab.sim import fake_tensors as tensors
+from diloco_node.lab.sim.arithmetic import outer_step
 from diloco_node.numeric import F32
 
 if TYPE_CHECKING:
