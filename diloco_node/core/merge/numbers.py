@@ -143,14 +143,10 @@ def merge_numbers(
     version: int,
     is_last: bool,
 ) -> MergeNumbers:
-    """Work out the numbers of a round.
+    """Work out the numbers of a round that makes a version. contributions: as of `MergeNumbers`.
 
-    Args:
-        fragment: of the round. settings: of the run.
-        contributions: at least one, sorted by learner; none that `weights.refusal` objects to.
-        carried_since: per contribution, the version since which its learner has carried its steps; None: it has not.
-        recent: the rounds of the fragment before. version: what the round makes.
-        is_last: it is the run's last round of the fragment: a plain mean, taken whole.
+    carried_since: per contribution, the version since which its learner has carried its steps; None: it has not.
+    is_last: it is the run's last round of the fragment: a plain mean, taken whole.
     """
     # A learner that gave its steps up after a long cut has carried nothing over the versions before that. Its
     # contribution holds a cycle like anybody's, and the steps that it has carried since.
@@ -168,11 +164,9 @@ def merge_numbers(
 
 
 def outer_rates(settings: RunSettings, *, is_last: bool) -> tuple[float, float]:
-    """Outer learning rate and momentum of a round: the run's, but 1 and 0 in the last round of a fragment.
+    """Outer learning rate and momentum of a round: the run's, but 1 and 0 in the last round of a fragment (D-Q4).
 
-    There the model ends at the plain mean of its learners. Stretched directions and momentum pay for themselves in the
-    rounds that follow; in a last one they are only noise: the final held-out loss was 0.3 to 0.6 % higher with them,
-    and higher than the learners' own. The momentum stays as it is, for a run that is extended.
+    The momentum stays as it is there, for a run that is extended.
     """
     return (1.0, 0.0) if is_last else (settings.outer_lr, settings.outer_momentum)
 

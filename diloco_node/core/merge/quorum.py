@@ -1,11 +1,9 @@
 """Open the round now, or wait: quorum and the adaptive grace window, with the reason for every answer.
 
 When enough learners are due, waiting a little longer is free as long as the round still ends within the overlap of tau
-steps. So the window is a part of that slack, at least what reports usually spread, never more than a step or two round
-trips.
+steps. So the window is a part of that slack, at least what reports usually spread, at most a step or two round trips.
 
-Source: Decoupled DiLoCo (arXiv 2604.21428), equation 3 and section 5.1. The lower and the upper limit are ours; without
-a grace window quality collapses there (table 5).
+Source: Decoupled DiLoCo (arXiv 2604.21428), equation 3 and section 5.1. The lower and the upper limit are ours.
 """
 
 from __future__ import annotations
@@ -22,9 +20,8 @@ _NS_PER_MS: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class LearnerDue:
-    """A live, reachable learner as the leader sees it for one fragment.
+    """A live, reachable learner. due_at_ns: when the leader learnt that it is due for a fragment; None if it is not.
 
-    due_at_ns: when the leader learnt that it is due; None if it is not.
     is_leaving: its machine is about to be taken away: the round in which it is due can't wait for others.
     """
 

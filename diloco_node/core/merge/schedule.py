@@ -116,11 +116,9 @@ def believed_step_time_ns(reported_ns: int, averages_ns: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MovingAverage:
-    """Moving average of the time of an inner step (or of any duration), in integers.
+    """Moving average of durations, in integers.
 
-    Attributes:
-        samples: how many were seen.
-        scaled_ns: the average times 8; the bits below a nanosecond keep the average from sticking.
+    scaled_ns: the average times 8; the bits below a nanosecond keep the average from sticking.
     """
 
     samples: int = 0

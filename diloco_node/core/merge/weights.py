@@ -129,14 +129,10 @@ def _share_limit(values: Sequence[float], share_max: float) -> float:
 def share(weights: Sequence[float], versions_missed: Sequence[int]) -> float:
     """The part of a full outer step that this round takes, float32-exact: one over the mean of the members' `cycles`.
 
-    1 when everybody was in the last round. With half of the learners in each round, every contribution holds a cycle
-    and what was kept of another; taken whole, the model would move as if time ran faster than the learners train.
-
-    Weights and missed versions are as of `weights`; not all weights are 0.
+    1 when everybody was in the last round. Taken whole, a contribution that holds more than a cycle would move the
+    model as if time ran faster than the learners train. versions_missed: as of `weights`; not all weights are 0.
     """
     cycles_held = sum(weight_ * cycles(versions) for weight_, versions in zip(weights, versions_missed, strict=True))
-    if cycles_held <= 0.0:
-        raise ValueError(f"a round includes at least one learner that weighs something, got weights {tuple(weights)}")
     return to_float32(sum(weights) / cycles_held)
 
 
