@@ -36,10 +36,8 @@ class FollowedBallot:
     """This region's part in the current ballot of one round.
 
     Attributes:
-        leader: the region that opened it. announcement: its message.
         has_contributed, refusal: the learner's answer in this ballot.
         told_names: of the contributions that the leader was told to have arrived here.
-        decision: the contributions to merge, once the leader has decided.
         sum_orders: stripes whose reduction was started, each with the order of its sum (places in the decision).
         reductions: those that are done.
         merged: (digest, squared norms) of the merged stripes that are here. digest: of the payload, once it is stored.
@@ -89,10 +87,7 @@ class FollowedBallot:
         return tuple(dict.fromkeys(lacking))
 
     def keep_merged(self, event: MergedStripeArrived) -> None:
-        """Remember a merged stripe, if its number and blocks are the ballot's.
-
-        The sender chose both, and the shell may not have known the ballot's stripes when it took the bytes.
-        """
+        """Remember a merged stripe, if its number and blocks, which its sender chose, are the ballot's."""
         if 0 <= event.stripe < len(self.announcement.stripes) and self.announcement.stripes[event.stripe] == event.cut:
             self.merged[event.stripe] = event.digest, event.squared_norms
 
@@ -124,10 +119,9 @@ class FollowedRound:
 
     Attributes:
         version: of the round that the rest is about. ballot: the current one; None before one was opened.
-        contribution: the learner's, for this round. sent_name: the name of the one that was sent to the reducers.
+        contribution: the learner's. sent_name: the name of the one that was sent to the reducers.
         requested_base: the base against which a snapshot was requested; None while none is being taken.
-        arrivals: contributions and block ranges in this region's memory, in the order of arrival, each with its
-            version.
+        arrivals: contributions and blocks in this region's memory, in the order of arrival, each with its version.
     """
 
     version: int = -1

@@ -31,8 +31,7 @@ SPREADS_KEPT: Final = 128
 class Opening:
     """A round to open, and why. due_at_ns: when each due learner became due, sorted. learners: live ones, due or not.
 
-    is_last: it is the run's last round of this fragment.
-    leavers: learners for which it is opened early.
+    is_last: it is the run's last round of this fragment. leavers: learners for which it is opened early.
     """
 
     fragment: int
@@ -65,10 +64,7 @@ class Opener:
         self._leave_rounds: dict[str, list[int]] = {}
 
     def on_status(self, region: str, status: LearnerStatus | None, *, now_ns: int) -> bool:
-        """Take a report (None: the learner is gone), and remember for which fragments it became due just now.
-
-        Returns: whether it is due for others than before.
-        """
+        """Take a report (None: the learner is gone); whether it is due for other fragments than before."""
         is_news = False
         for fragment, due in self._due.items():
             is_due = status is not None and self._overdue(fragment, status) >= 0
