@@ -80,13 +80,7 @@ class Fetches:
         return min(waiting, default=None)
 
     def request(
-        self,
-        fragment: int,
-        version: int,
-        body: RoundBody | None,
-        *,
-        digest: bytes = b"",
-        patience_ns: int = 0,
+        self, fragment: int, version: int, body: RoundBody | None, *, digest: bytes = b"", patience_ns: int = 0
     ) -> None:
         """Request a payload (`body` given) or the state at `version`. Repeating it changes nothing.
 

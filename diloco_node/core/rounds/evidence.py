@@ -155,9 +155,7 @@ def _dispute_with(round_: OpenRound, reducer: str, observers: int) -> Blame | No
 
 
 def blame_sums(
-    round_: OpenRound,
-    stripes: Mapping[int, tuple[bytes, tuple[float, ...]]],
-    settings: RunSettings,
+    round_: OpenRound, stripes: Mapping[int, tuple[bytes, tuple[float, ...]]], settings: RunSettings
 ) -> tuple[Blame, ...]:
     """Blame reducers whose merged stripe can't be the sum: it is too long, or has other norms than they report.
 

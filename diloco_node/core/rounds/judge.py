@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from diloco_node.core.rounds.context import RoundContext
-from diloco_node.core.rounds.evidence import (
-    blame_norms,
-    blame_sums,
-    differing_norms,
-    dispute_reducers,
-    judge_absences,
-)
+from diloco_node.core.rounds.evidence import blame_norms, blame_sums, differing_norms, dispute_reducers, judge_absences
 from diloco_node.core.rounds.open_round import OpenRound, QuestionedBallot, cuts_of
 from diloco_node.core.rounds.suspicion import BallotRole, Blame, SuspicionBook
 from diloco_node.numeric import NS_PER_S

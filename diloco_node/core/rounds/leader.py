@@ -409,9 +409,7 @@ class RoundLeader:
         self.rounds[fragment] = round_
         self._agenda.opener.on_open(opening, now_ns=now_ns)
         without = "; without " + ", ".join(f"{name} ({why})" for name, why in ineligible) if ineligible else ""
-        text = f"{opening.reason}; members {', '.join(members)}{without}; reducers {', '.join(round_.reducers)}"
-        self._note("open", f"ballot {round_.ballot}: {text}; deadline {round_.deadline.derivation}", round_)
-        self._announce(round_)
+        self._announce(round_, "open", opening.reason, without)
         return True
 
     def _next_ballot(
@@ -444,9 +442,7 @@ class RoundLeader:
             contributions=plan.contributions,
             now_ns=now_ns,
         )
-        text = f"{reason}; members {', '.join(round_.members)}; reducers {', '.join(round_.reducers)}"
-        self._note("ballot", f"ballot {round_.ballot}: {text}; deadline {round_.deadline.derivation}", round_)
-        self._announce(round_)
+        self._announce(round_, "ballot", reason)
         self._try_decide(round_, now_ns)
 
     def _leaves_to_pause(self, round_: OpenRound, reason: str, now_ns: int) -> bool:
@@ -465,7 +461,9 @@ class RoundLeader:
     def _note(self, kind: str, text: str, round_: OpenRound) -> None:
         self._effects.note(kind, text, fragment=round_.fragment, version=round_.version)
 
-    def _announce(self, round_: OpenRound) -> None:
+    def _announce(self, round_: OpenRound, kind: str, reason: str, without: str = "") -> None:
+        text = f"{reason}; members {', '.join(round_.members)}{without}; reducers {', '.join(round_.reducers)}"
+        self._note(kind, f"ballot {round_.ballot}: {text}; deadline {round_.deadline.derivation}", round_)
         self._effects.send_all(self._context.regions, round_.announcement)
 
     def _repeat(self, round_: OpenRound) -> None:
