@@ -97,8 +97,7 @@ class MergeNumbers:
         return tuple(rows)
 
     def factors(self, squared_norms: Sequence[float]) -> tuple[float, ...]:
-        """Return the factor on each piece of the decoded sum, which has these squared norms: float32-exact, finite,
-        never negative."""
+        """Return the factor on each piece of the decoded sum of these norms: float32-exact, finite, not negative."""
         result = []
         for piece, (rule, radius, square) in enumerate(zip(self.rules, self.radii(), squared_norms, strict=True)):
             if rule is MergeRule.AVG:

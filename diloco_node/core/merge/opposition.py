@@ -116,10 +116,9 @@ class Opposition:
         except (struct.error, UnicodeDecodeError) as error:
             raise ProtocolViolation(f"not the norms of recent rounds: scores in {len(data)} bytes: {error}") from error
         opposition = cls(audits, scores)
-        if at != len(data) or not all(SCORE_MIN <= score.value <= 0.0 for score in scores.values()):
+        # Also in another order, twice, or cut off: nothing else packs so.
+        if not all(SCORE_MIN <= score.value <= 0.0 for score in scores.values()) or opposition.packed() != data:
             raise ProtocolViolation(f"not the norms of recent rounds: scores {scores}")
-        if opposition.packed() != data:
-            raise ProtocolViolation("not the norms of recent rounds: scores in another order")
         return opposition
 
 

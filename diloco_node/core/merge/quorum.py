@@ -34,12 +34,9 @@ class LearnerDue:
 class RoundTiming:
     """Times that the leader has measured; 0 where it knows nothing yet.
 
-    Attributes:
-        step_time_ns: median of the live learners' moving averages.
-        quorum_time_ns: usual time from the first learner due to the quorum.
-        sync_time_ns: usual time from opening a round to its commit.
-        spread_p99_ns: 99th percentile of the time from quorum to the last learner.
-        rtt_ns: largest round-trip time to a live learner.
+    step_time_ns: median of the live learners' moving averages. rtt_ns: largest round-trip time to one of them.
+    quorum_time_ns: usual time from the first learner due to the quorum. spread_p99_ns: from there to the last learner.
+    sync_time_ns: usual time from opening a round to its commit.
     """
 
     step_time_ns: int = 0

@@ -39,8 +39,7 @@ def block_count(fragment: Fragment) -> int:
 
 
 def stripes_fault(stripes: Sequence[Stripe], *, regions: Collection[str], blocks: int) -> str:
-    """Why these are not the stripes of a fragment; empty when they cover it in order, and regions of the
-    run reduce it."""
+    """Why these are not stripes of a fragment; empty if they cover it in order, and regions of the run reduce it."""
     at = 0
     for stripe in stripes:
         if stripe.reducer not in regions:
@@ -71,8 +70,7 @@ class RoundLoad:
         return self.up_bytes * (self.blocks - blocks) + (self.regions - 1) * self.down_bytes * blocks
 
     def ingress_bytes(self, blocks: int) -> int:
-        """Return the bytes that it receives, times `blocks`: the others' contributions to its blocks, and all other
-        merged blocks."""
+        """Return the bytes that it receives, times `blocks`: contributions to its blocks, and other merged blocks."""
         return (self.regions - 1) * self.up_bytes * blocks + self.down_bytes * (self.blocks - blocks)
 
     def span(self, limits: RateLimits, time_ns: int) -> tuple[int, int] | None:

@@ -105,7 +105,7 @@ def weights(
         [value for value, away in weighty if not away] or [value for value, _ in weighty]
     )
     limits = [min(value, cap) if away else value for value, away in zip(raw, is_away, strict=True)]
-    if weighty and len(contributions) >= MEMBERS_MIN:
+    if len(contributions) >= MEMBERS_MIN:
         limit = _share_limit(limits, settings.weight_share_max)
         limits = [min(value, limit) for value in limits]
     float32s = tuple(map(to_float32, limits))

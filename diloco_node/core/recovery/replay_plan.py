@@ -1,5 +1,4 @@
-"""The part of a run that can be computed again from a region's files: from which versions, by which rounds, to which
-digests."""
+"""The part of a run that can be computed again from a region's files: from what, by which rounds, to which digests."""
 
 from __future__ import annotations
 
@@ -55,10 +54,8 @@ def plan_replay(
 
     A state counts as a start only if the ledger names its digest: what comes of it is checked from the first byte on.
 
-    Args:
-        summary: of what is before `entries`; None: nothing is.
-        states: per fragment the versions on disk.
-        payloads: (fragment, version, digest) on disk.
+    summary: of what is before `entries`; None: nothing is. states: per fragment the versions on disk.
+    payloads: (fragment, version, digest) on disk.
     """
     rounds, digests = rounds_of(entries, len(states)), digests_of(genesis, summary, entries)
     last = [0] * len(states) if summary is None else list(summary.versions)

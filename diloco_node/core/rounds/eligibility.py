@@ -38,12 +38,10 @@ ones lacks these too."""
 
 @dataclass(frozen=True, slots=True)
 class Reachability:
-    """The regions that the leader can work with.
+    """The regions that the leader can work with, sorted.
 
-    Attributes:
-        reachable: regions that hear the leader and are heard by it; the leader too. Sorted.
-        reducers: reachable regions that reach every other reachable one. Sorted, never empty.
-        learners: reachable regions with a learner that steps. Sorted.
+    reachable: they hear the leader and are heard by it; the leader too. learners: those with a learner that steps.
+    reducers: reachable regions that reach every other reachable one; never empty.
     """
 
     reachable: tuple[str, ...]

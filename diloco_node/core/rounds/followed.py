@@ -164,15 +164,15 @@ class FollowedRound:
         self.arrivals[name_of(contribution), event.blocks] = contribution.base_version + 1
         return True
 
-    def has_all(self, ballot: FollowedBallot, name: Name, region: str) -> bool:
-        """Whether all stripes of a contribution that a region is to reduce have arrived."""
-        blocks_here = [(stripe.block_start, stripe.block_stop) for _, stripe in ballot.own_stripes(region)]
-        return bool(blocks_here) and all((name, blocks) in self.arrivals for blocks in blocks_here)
-
     def received_names(self, ballot: FollowedBallot, region: str) -> list[Name]:
-        """Return each member's newest complete contribution, sorted. A learner that died leaves older ones behind."""
-        whole = sorted({name for name, _ in self.arrivals if self.has_all(ballot, name, region)})
-        return list({name[0]: name for name in whole if name[0] in ballot.announcement.members}.values())
+        """Return each member's newest contribution of which all stripes that a region is to reduce are here, sorted.
+
+        A learner that died leaves older ones behind.
+        """
+        cuts = [(stripe.block_start, stripe.block_stop) for _, stripe in ballot.own_stripes(region)]
+        members = ballot.announcement.members
+        names = sorted({name for name, _ in self.arrivals if name[0] in members}) if cuts else []
+        return list({name[0]: name for name in names if all((name, cut) in self.arrivals for cut in cuts)}.values())
 
 
 class EarlyArrivals:
@@ -224,8 +224,7 @@ def _fragment_of(event: Arrival) -> int:
 
 
 def decision_fault(decision: MergeDecided, announcement: BallotOpened, pieces: int) -> str:
-    """Return why a leader's decision does not fit its ballot; empty if it does. The sum follows the decision
-    blindly."""
+    """Return why a leader's decision does not fit its ballot; empty if it does: the sum follows it blindly."""
     names = [contribution.learner for contribution in decision.contributions]
     if decision.version != announcement.version or not names or len(names) != len(set(names)):
         return f"version {decision.version} of {names}, the ballot is for version {announcement.version}"

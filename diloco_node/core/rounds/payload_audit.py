@@ -17,7 +17,7 @@ from diloco_node.core.merge.freivalds import (
     wrong_reducers,
 )
 from diloco_node.core.merge.stripes import piece_blocks
-from diloco_node.core.messages import AuditDrawn
+from diloco_node.core.messages import AuditDrawn, MergeDecided
 from diloco_node.core.projections import ProjectContributions, Projection, Window
 from diloco_node.core.rounds.audit_draw import commitment_of, drawer_of, nonce_of
 from diloco_node.core.rounds.context import RoundContext
@@ -25,7 +25,7 @@ from diloco_node.core.rounds.judge import Judge
 from diloco_node.core.rounds.open_round import OpenRound, cuts_of
 from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.rounds.suspicion import BallotRole, Blame
-from diloco_node.core.types import Ballot, Contribution, MergeRule
+from diloco_node.core.types import Ballot, MergeRule
 
 Rows = tuple[tuple[float, ...], ...]
 
@@ -34,15 +34,13 @@ Rows = tuple[tuple[float, ...], ...]
 class QuestionedPayload:
     """A payload that deviates from the sum, or may do so, with all that was known of it in its ballot.
 
-    cuts: blocks of its stripes. projection: the leader's.
-    contributions, coefficients, rows: in the order of the decision.
+    cuts: blocks of its stripes. projection: the leader's. rows: in the order of the decision.
     """
 
     cuts: tuple[tuple[int, int], ...]
     windows: tuple[Window, ...]
     projection: Projection
-    contributions: tuple[Contribution, ...]
-    coefficients: tuple[tuple[float, ...], ...]
+    decision: MergeDecided
     rows: Rows
 
 
@@ -66,8 +64,7 @@ class PayloadAudit:
         return commitment_of(nonce_of(self._secret, ballot))
 
     def draw(self, round_: OpenRound, *, now_ns: int) -> None:
-        """Draw the audit of a merged ballot, once the drawer, if it is there, has told its nonce, or has had half of
-        the ballot's time."""
+        """Draw the audit of a merged ballot, once the drawer has told its nonce, is away, or has had half its time."""
         if round_.nonces or not self._is_on:
             return
         drawer = drawer_of(round_.announcement, self._region)
@@ -127,7 +124,7 @@ class PayloadAudit:
         for place in lacking_rows(coefficients, rows) if are_rows_due(round_.nonces) else ():
             reasons[contributions[place].learner] = "it has not told its projections, which are due"
         if reasons:
-            payload = QuestionedPayload(cuts_of(round_.stripes), windows, projection, contributions, coefficients, rows)
+            payload = QuestionedPayload(cuts_of(round_.stripes), windows, projection, round_.decision, rows)
             self._questions[round_.fragment] = (round_.version, payload)
         return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
@@ -167,7 +164,7 @@ class PayloadAudit:
         if question is None or version != round_.version or round_.decision is None:
             return None
         is_same = round_.reducers == (self._region,) and question.cuts == cuts_of(round_.stripes)
-        return question if is_same and question.contributions == round_.decision.contributions else None
+        return question if is_same and question.decision.contributions == round_.decision.contributions else None
 
     def _projection(self, round_: OpenRound) -> Projection:
         return self._payloads.projection(round_.fragment, round_.ballot)
@@ -197,9 +194,9 @@ class PayloadAudit:
                 "it told other projections of its contribution than the leader finds",
                 is_proved=True,
             )
-            for contribution, claims, values in zip(question.contributions, question.rows, truth, strict=True)
+            for contribution, claims, values in zip(question.decision.contributions, question.rows, truth, strict=True)
             if claims and has_other_projections(contribution, question.windows, claims, values)
         ]
-        wrong = wrong_reducers(question.windows, question.projection, question.coefficients, truth)
+        wrong = wrong_reducers(question.windows, question.projection, question.decision.coefficients, truth)
         blames += [Blame(name, BallotRole.REDUCER, reason, is_proved=True) for name, reason in wrong.items()]
         self._judge.blame_all(round_, blames, now_ns=now_ns)

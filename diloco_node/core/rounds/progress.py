@@ -88,8 +88,7 @@ class RunProgress:
         return RunPosition(self._steps, min(1.0, max(fractions)) if fractions else None)
 
     def steps_of(self, name: str) -> int:
-        """Return the steps of a region's learner in all its lives: by its last report, else and before it by the
-        ledger."""
+        """Return the steps of a region's learner in all its lives: by its last report, and the ledger before that."""
         in_ledger = self._history.account.steps_before(name, INCARNATION_MAX + 1)
         status = self._liveness.learner(name)
         if status is None:
