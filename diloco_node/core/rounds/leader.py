@@ -71,7 +71,7 @@ class RoundLeader:
         self._clock = BallotClock(context)
         self._book = SuspicionBook(ballot_ns=context.settings.ballot_deadline_min_ns)
         self._judge = Judge(context, self._book)
-        self._audit = PayloadAudit(context, self._judge, payloads)
+        self._audit = PayloadAudit(context, self._judge, payloads.audits)
         self._eligibility = Eligibility(context, self._book)
         self._answers = Answers(context, self._eligibility, self.proposals, self.rounds)
         self.progress = progress

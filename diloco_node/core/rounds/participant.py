@@ -33,7 +33,6 @@ from diloco_node.core.messages import (
     Receipt,
     StripesReceived,
 )
-from diloco_node.core.projections import Projection
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.audit_part import AuditPart
 from diloco_node.core.rounds.context import RoundContext
@@ -102,10 +101,6 @@ class RoundParticipant:
         """Return the squared norm of each piece of a payload; empty if its stripes did not come here."""
         ballot = self.rounds[fragment].ballot
         return ballot.payload_norms() if ballot is not None and ballot.digest == digest else ()
-
-    def projection(self, fragment: int, number: Ballot) -> Projection:
-        """Return this region's projection of a ballot's payload, as far as it is computed."""
-        return self.audits.projection(fragment, number)
 
     def open_rounds(self) -> list[tuple[int, int, Ballot, str]]:
         """Return (fragment, version, ballot, what it waits for here) of each open round that is known here."""

@@ -20,10 +20,10 @@ from diloco_node.core.merge.stripes import piece_blocks
 from diloco_node.core.messages import AuditDrawn, MergeDecided
 from diloco_node.core.projections import ProjectContributions, Projection, Window
 from diloco_node.core.rounds.audit_draw import commitment_of, drawer_of, nonce_of
+from diloco_node.core.rounds.audit_part import AuditPart
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.judge import Judge
 from diloco_node.core.rounds.open_round import OpenRound, cuts_of
-from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.rounds.suspicion import BallotRole, Blame
 from diloco_node.core.types import Ballot, MergeRule
 
@@ -47,9 +47,9 @@ class QuestionedPayload:
 class PayloadAudit:
     """The leader's audit. Between two calls all its state is in the round, but for the questions, by fragment."""
 
-    def __init__(self, context: RoundContext, judge: Judge, payloads: RoundParticipant) -> None:
+    def __init__(self, context: RoundContext, judge: Judge, audits: AuditPart) -> None:
         self._region, self._effects, self._judge = context.region, context.effects, judge
-        self._liveness, self._payloads = context.liveness, payloads
+        self._liveness, self._audits = context.liveness, audits
         self._piece_blocks = [piece_blocks(fragment.piece_sizes) for fragment in context.fragments]
         self._secret, self._context = context.secret, context
         self._is_on = context.settings.merge is not MergeRule.TRIMMED
@@ -167,7 +167,7 @@ class PayloadAudit:
         return question if is_same and question.decision.contributions == round_.decision.contributions else None
 
     def _projection(self, round_: OpenRound) -> Projection:
-        return self._payloads.projection(round_.fragment, round_.ballot)
+        return self._audits.projection(round_.fragment, round_.ballot)
 
     def rows(self, round_: OpenRound) -> Rows:
         """Return a row per member if the payload is audited, else nothing.
