@@ -28,9 +28,7 @@ def due_step(
     """The learner's step from which on it is due for this fragment; None while it has not applied genesis.
 
     Before the first round, fragment p of P is due at `ceil((p + 1) * H / P)`, so that the cycle is staggered from the
-    start; later `H - lead` steps after its mark (at least one).
-
-    position: where the learner stands with it. sync_every: H. fragments: P. lead: steps the ballot opens early.
+    start; later `H - lead` steps after its mark (at least one). sync_every: H. fragments: P.
     """
     if position.base_version < 0:
         return None

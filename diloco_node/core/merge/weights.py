@@ -79,8 +79,7 @@ def weights(
 
     The steps of a learner that missed versions count as far as it has carried them: `cycles(n) / (n + 1)`. A learner
     that was away (more steps than `carry_steps_limit`) weighs at most `weight_cap` times the median of the members that
-    were not: its long trajectory went over ground that the others covered meanwhile. When all were away, the median is
-    over all. (For an even number it is the mean of the middle two.)
+    were not: its long trajectory went over ground that the others covered meanwhile.
 
     Nobody of three or more has more than `weight_share_max` of the weight, or 1/n if n weigh something. All that count
     are equal to 1 if none has any weight, so that a round never divides by 0.

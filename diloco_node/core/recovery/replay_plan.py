@@ -11,13 +11,11 @@ from diloco_node.core.types import Entry, ExtendedBody, FinishedBody, GenesisBod
 
 @dataclass(frozen=True, slots=True)
 class FragmentReplay:
-    """How one fragment comes to its last version.
+    """How one fragment comes to its last version, by the rounds after a start.
 
-    Attributes:
-        start: version of the state that it begins with; 0 is Theta_0. -1: there is no way.
-        rounds: of the versions after it, in order.
-        digests: that the ledger names for versions from `start` on.
-        lack: what is missing for an earlier start; empty if that is version 0.
+    start: version of the state that it begins with; 0 is Theta_0. -1: there is no way.
+    digests: that the ledger names for versions from `start` on.
+    lack: what is missing for an earlier start; empty if that is version 0.
     """
 
     fragment: int

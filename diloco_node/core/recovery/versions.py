@@ -31,12 +31,10 @@ MISSING_ROUNDS: Final = PAYLOADS_RATHER_MAX + 2
 
 @dataclass(slots=True)
 class _Healing:
-    """A fragment whose own state is not what the ledger names.
+    """A fragment whose own state is not what the ledger names. version: own states are wrong from here on.
 
-    Attributes:
-        version: own states are wrong from here on.
-        reached: up to here this region has said that it can produce the fragment; that can't be taken back.
-        is_ordered, is_aside: its files are to be renamed; they are.
+    reached: up to here this region has said that it can produce the fragment; that can't be taken back.
+    is_ordered, is_aside: its files are to be renamed; they are.
     """
 
     version: int
@@ -48,11 +46,7 @@ class _Healing:
 class Versions:
     """Follows the ledger with this region's parameters and momentum, and its learner with offers.
 
-    Each applied version is offered once to each attached learner, and never an older one than it has.
-
-    Attributes:
-        applied: per fragment the version in memory; -1 before there is one.
-        states: per fragment the newest version whose state is on disk; -1: none.
+    applied: per fragment the version in memory. states: per fragment the newest version on disk. -1: none.
     """
 
     def __init__(

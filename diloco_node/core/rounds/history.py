@@ -67,10 +67,9 @@ class RoundHistory:
 
     Attributes:
         settings: in force: where the ledger holds them, its own; else those that this region was started with.
-        genesis: None until it is committed. versions: per fragment, the last committed version; -1 before genesis.
+        versions: per fragment, the last committed version; -1 before genesis.
         version_entries, committed_at_ns: per fragment, the index of its entry, and when this region learnt of it.
         finished: the end of the run, once committed; None again when it is extended.
-        snapshots: the states whose digests are in the ledger.
         roster: the members, by the committed entries; before genesis the founders.
         followers: called with the names of the members when the roster changes.
         expelled: regions whose folder is `EXPELLED`. revocations: certificates, by SHA-256.

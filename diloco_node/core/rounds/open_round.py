@@ -48,12 +48,10 @@ class OpenRound:
 
     Attributes:
         opened_at_ns: of the first ballot; attempt counts the ballots from 0.
+        is_last: it is the run's last round of this fragment.
         announcement, ballot_at_ns, deadline: the current ballot, as it was announced.
-        contributions: by learner, judged and named in this ballot.
-        refusals: members that will not contribute, each with the reason.
-        receipts: per learner and stripe (incarnation, snapshot) of the contribution that its reducer has in this
-            ballot.
-        decision, numbers: once the leader has decided.
+        contributions: by learner, judged and named in this ballot. refusals: of the other members, with the reason.
+        receipts: per learner and stripe (incarnation, snapshot) of the contribution that its reducer has.
         reports: of the merged stripes, by stripe. checked: stripes whose bytes were compared with them here.
         judged: what was known of the merged stripes when nothing was wrong with them.
         holders: regions that have the merged payload on disk, with its digest.
@@ -71,7 +69,6 @@ class OpenRound:
         is_proposed: it is in the leader's log; nothing is changed any more.
         beats: heartbeats since the ballot was announced. repeat_at: at which of them it is announced again.
         held_since_ns: when a majority had the payload of this ballot, and the leader had not.
-        is_last: it is the run's last round of this fragment.
     """
 
     opened_at_ns: int
