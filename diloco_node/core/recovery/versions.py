@@ -73,7 +73,7 @@ class Versions:
         self.initial = InitialDigests(fragments)
         # Snapshots that are known to be committed, before the history takes them if the own disk is behind.
         self._known = Snapshots(fragments)
-        # Per fragment the committed rounds after its older snapshot, by version: they follow a fetched state.
+        # Per fragment the committed rounds that are not applied, or follow its older snapshot, by version.
         self._rounds: list[dict[int, RoundBody]] = [{} for _ in range(fragments)]
         # Fragments whose state here is wrong, until a right one is fetched and in its place.
         self._healing: dict[int, _Healing] = {}
@@ -82,8 +82,6 @@ class Versions:
         self._base_versions = [0] * fragments
         # Fragments with a new snapshot, so that files may have become useless; empty after each `pump`.
         self._prunable: set[int] = set()
-        # Per fragment the committed rounds that are not applied, by version without a gap.
-        self._queues: list[deque[RoundBody]] = [deque() for _ in range(fragments)]
         # Per fragment the version that is being applied; None: none is. Never two at once.
         self._busy: list[int | None] = [None] * fragments
         # Committed entries from the first one that is not applied, and the index of the one before it.
@@ -130,8 +128,6 @@ class Versions:
                 return  # it may be renamed with the wrong ones: it is fetched again
             del self._healing[fragment]
             self.applied[fragment] = -1
-            after = sorted(body.version for body in self._rounds[fragment].values() if body.version > version)
-            self._queues[fragment] = deque(self._rounds[fragment][version_after] for version_after in after)
         if version == 0:
             self.initial.put(fragment, digest, is_fetched=True)
         self.states[fragment] = max(self.states[fragment], version)
@@ -164,7 +160,6 @@ class Versions:
         body = entry.body
         self._unapplied.append(entry)
         if isinstance(body, RoundBody):
-            self._queues[body.fragment].append(body)
             self._rounds[body.fragment][body.version] = body
         elif isinstance(body, SnapshotBody):
             self._forget(body.fragment)
@@ -175,7 +170,7 @@ class Versions:
         self._known.restore(self._history.snapshots.all())
         self._unapplied.clear()
         for fragment, version in enumerate(self._base_versions):
-            self._queues[fragment] = deque(body for body in self._queues[fragment] if body.version > version)
+            self._keep_rounds(fragment, version)
 
     def has_base(self) -> bool:
         """Whether this region's disk can produce every fragment as it was at the ledger's base, or later."""
@@ -226,7 +221,7 @@ class Versions:
         """Something is to be fetched that no entry of the log waits for."""
         if self._healing or not self.has_base():
             return True
-        return any(queue and self._is_starving(fragment) for fragment, queue in enumerate(self._queues))
+        return any(rounds and self._is_starving(fragment) for fragment, rounds in enumerate(self._rounds))
 
     def learner_attached(self, status: LearnerStatus | None) -> None:
         """A learner is there (again), or gone: what was offered before may be lost with the connection."""
@@ -316,7 +311,7 @@ class Versions:
     def pump(self) -> None:
         """Start every apply that may start, and let go of what nobody needs any more."""
         for fragment, busy in enumerate(self._busy):
-            has_news = self._queues[fragment] or self.states[fragment] > self.applied[fragment] or self._healing
+            has_news = self._next_round(fragment) or self.states[fragment] > self.applied[fragment] or self._healing
             if busy is None and has_news:
                 self._advance(fragment)
         for fragment in sorted(self._prunable):
@@ -345,8 +340,9 @@ class Versions:
             digests = self._lacking_initial(genesis)
             initial |= {fragment: digest for fragment, digest in digests.items() if self.applied[fragment] < 0}
         for fragment in range(len(self.states)):
-            if not lacking.get(fragment) and self._is_starving(fragment):
-                lacking[fragment] = [self._queues[fragment][0]]
+            next_round = self._next_round(fragment)
+            if next_round is not None and fragment not in lacking and self._is_starving(fragment):
+                lacking[fragment] = [next_round]
             self._plan_fragment(fragment, initial.get(fragment, b""), lacking.get(fragment, []), fetches)
 
     def _recover(self, recovery: Recovered) -> None:
@@ -385,9 +381,8 @@ class Versions:
         oldest = self._history.snapshots.oldest(fragment)
         if oldest is None or fragment in self._healing:
             return
-        rounds = self._rounds[fragment]
-        self._rounds[fragment] = {version: rounds[version] for version in rounds if version > oldest.version}
         keep_from = min(oldest.version, self.applied[fragment])
+        self._keep_rounds(fragment, keep_from)
         for payload in [payload for payload in self._payloads if payload[0] == fragment and payload[1] <= keep_from]:
             del self._payloads[payload]
 
@@ -411,9 +406,13 @@ class Versions:
         return self.states[fragment] <= self.applied[fragment] and _name(body) not in self._payloads
 
     def _next_round(self, fragment: int) -> RoundBody | None:
-        """The first committed round that is not applied, if the version before it is in memory."""
-        queue, version_applied = self._queues[fragment], self.applied[fragment]
-        return queue[0] if queue and 0 <= version_applied == queue[0].version - 1 else None
+        """The committed round after the version in memory; None: there is no such round, or no version."""
+        return self._rounds[fragment].get(self.applied[fragment] + 1)
+
+    def _keep_rounds(self, fragment: int, after: int) -> None:
+        """Let go of the rounds up to a version."""
+        rounds = self._rounds[fragment]
+        self._rounds[fragment] = {version: body for version, body in rounds.items() if version > after}
 
     def _lacking_initial(self, body: GenesisBody) -> dict[int, bytes]:
         """Fragments whose Theta_0 is not on disk here, with the digest that genesis names."""
@@ -433,10 +432,7 @@ class Versions:
                 healing.is_ordered = True
                 self._effects.emit(SetStatesAside(fragment, healing.version))
             return
-        queue, version_applied, state = self._queues[fragment], self.applied[fragment], self.states[fragment]
-        while queue and queue[0].version <= version_applied:
-            queue.popleft()
-        genesis = self._history.genesis
+        version_applied, state, genesis = self.applied[fragment], self.states[fragment], self._history.genesis
         is_of_run = genesis is not None and self._has_initial(fragment, genesis)
         if version_applied < state <= self._history.versions[fragment] and is_of_run:
             self._busy[fragment] = state
@@ -447,7 +443,7 @@ class Versions:
 
     def _is_behind(self, fragment: int) -> bool:
         """Whether the payload of the next committed version is on disk here, so that it is applied at once."""
-        body = self._rounds[fragment].get(self.applied[fragment] + 1)
+        body = self._next_round(fragment)
         return body is not None and _name(body) in self._payloads and fragment not in self._healing
 
     def _is_applied(self, entry: Entry) -> bool:
