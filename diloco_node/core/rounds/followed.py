@@ -148,10 +148,8 @@ class FollowedRound:
             own_row = projection.contribution
             if row and own_row and has_other_projections(contribution, windows, row, own_row):
                 return "it names other projections than those of this region's contribution"
-        is_whole = len(projection.sums) == len(windows) and self.ballot and self.ballot.digest == body.payload_digest
-        if not is_whole:
-            return ""
-        wrong = wrong_reducers(windows, projection, coefficients, body.projections)
+        is_same = self.ballot is not None and self.ballot.digest == body.payload_digest
+        wrong = wrong_reducers(windows, projection, coefficients, body.projections) if is_same else {}
         return "; ".join(f"{reducer}: {reason}" for reducer, reason in wrong.items())
 
     def keep_stripe(self, ballot: FollowedBallot, event: ContributionStripeArrived, region: str) -> bool:
