@@ -51,13 +51,7 @@ def encoded_bytes(fragment: Fragment, codec: Codec) -> int:
 
 
 def ballot_deadline(
-    *,
-    minimum_ns: int,
-    attempt: int,
-    step_time_ns: int,
-    rtt_ns: int,
-    transfer_bytes: int,
-    rate_bytes_per_s: int,
+    *, minimum_ns: int, attempt: int, step_time_ns: int, rtt_ns: int, transfer_bytes: int, rate_bytes_per_s: int
 ) -> Deadline:
     """Decide when to give up on a ballot.
 
