@@ -55,8 +55,8 @@ class Judge:
 
     def judge_renamers(self, round_: OpenRound, *, now_ns: int) -> str:
         """Blame members that renamed their contribution: it never arrives whole. Return why, in words."""
-        fault = "it gave its contribution another name in the same round"
-        blames = [Blame(name, BallotRole.MEMBER, fault, is_proved=True) for name in sorted(round_.renamers)]
+        reason = "it gave its contribution another name in the same round"
+        blames = [Blame(name, BallotRole.MEMBER, reason, is_proved=True) for name in sorted(round_.renamers)]
         round_.renamers.clear()
         return self.blame_all(round_, blames, now_ns=now_ns)
 
