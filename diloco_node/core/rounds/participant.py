@@ -104,39 +104,37 @@ class RoundParticipant:
 
     def open_rounds(self) -> list[tuple[int, int, Ballot, str]]:
         """Return (fragment, version, ballot, what it waits for here) of each open round that is known here."""
-        rounds = []
-        for fragment, round_ in enumerate(self.rounds):
-            if round_.ballot is not None and round_.version > self._history.versions[fragment]:
-                reason = self._wait_reason(round_, round_.ballot)
-                rounds.append((fragment, round_.version, round_.ballot.number, reason))
-        return rounds
+        return [
+            (fragment, round_.version, ballot.number, self._stage(round_, ballot)[2])
+            for fragment, round_ in enumerate(self.rounds)
+            if (ballot := self._open_ballot(fragment)) is not None
+        ]
 
     def standing(self, fragment: int) -> tuple[int, Ballot, str, tuple[str, ...]] | None:
         """Return (version, ballot, phase, regions it waits for) of a fragment's open round, as this region sees it."""
+        round_, ballot = self.rounds[fragment], self._open_ballot(fragment)
+        return None if ballot is None else (round_.version, ballot.number, *self._stage(round_, ballot)[:2])
+
+    def _open_ballot(self, fragment: int) -> FollowedBallot | None:
+        """Return the ballot of a fragment's round that is not committed yet."""
         round_ = self.rounds[fragment]
-        if round_.ballot is None or round_.version <= self._history.versions[fragment]:
-            return None
-        version, ballot = round_.version, round_.ballot
-        if ballot.digest:
-            return version, ballot.number, "commit", ()
-        if self._owes_answer(ballot):
-            return version, ballot.number, "gather", (self._region,)
-        if ballot.decision is None and ballot.own_stripes(self._region):
-            return version, ballot.number, "gather", ()
-        return version, ballot.number, "reduce", ballot.lacking_reducers()
+        return round_.ballot if round_.version > self._history.versions[fragment] else None
 
     def _owes_answer(self, ballot: FollowedBallot) -> bool:
         """Whether this region's learner has yet to answer the ballot."""
         return self._region in ballot.announcement.members and not ballot.has_contributed and not ballot.refusal
 
-    def _wait_reason(self, round_: FollowedRound, ballot: FollowedBallot) -> str:
+    def _stage(self, round_: FollowedRound, ballot: FollowedBallot) -> tuple[str, tuple[str, ...], str]:
+        """Return the phase of a ballot, the regions that it waits for, and what it waits for here, in words."""
         if ballot.digest:
-            return "waits for the commit" if self._is_stored(round_, ballot) else "writes the payload"
+            return "commit", (), "waits for the commit" if self._is_stored(round_, ballot) else "writes the payload"
         if self._owes_answer(ballot):
-            return "waits for the learner's snapshot" if round_.requested_base is not None else "waits for the learner"
+            answer = "the learner's snapshot" if round_.requested_base is not None else "the learner"
+            return "gather", (self._region,), f"waits for {answer}"
         if ballot.decision is None and ballot.own_stripes(self._region):
-            return f"waits for the decision of {ballot.leader}"
-        return f"waits for merged stripes of {', '.join(ballot.lacking_reducers())}"
+            return "gather", (), f"waits for the decision of {ballot.leader}"
+        lacking = ballot.lacking_reducers()
+        return "reduce", lacking, f"waits for merged stripes of {', '.join(lacking)}"
 
     def learner_changed(self, status: LearnerStatus | None) -> None:
         """Take the learner's report; None: it is gone. A new incarnation knows nothing of the old one's snapshots."""
@@ -318,12 +316,12 @@ class RoundParticipant:
         while self._changed_fragments:
             fragment = min(self._changed_fragments)
             self._changed_fragments.discard(fragment)
-            round_ = self.rounds[fragment]
-            if round_.ballot is not None and round_.version > self._history.versions[fragment]:
-                self._contribute(round_, round_.ballot)
-                self._reduce(round_, round_.ballot)
-                self._store(round_, round_.ballot)
-                self.audits.follow(round_, round_.ballot)
+            round_, ballot = self.rounds[fragment], self._open_ballot(fragment)
+            if ballot is not None:
+                self._contribute(round_, ballot)
+                self._reduce(round_, ballot)
+                self._store(round_, ballot)
+                self.audits.follow(round_, ballot)
 
     def _contribute(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
         announcement = ballot.announcement
