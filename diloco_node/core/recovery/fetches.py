@@ -44,7 +44,7 @@ class _Fetch:
 
     @property
     def kind(self) -> str:
-        """What is fetched, in a word."""
+        """Payload or state, in a word."""
         return "state" if self.body is None else "payload"
 
 

@@ -37,7 +37,7 @@ longer do the last rounds wait for learners that evaluate or save: one that hang
 SHARE_MIN_PART: Final = 32
 """A run ends by tokens only if the median live learner has at least one 32nd of its fair share of them.
 
-So no single learner ends the run with a huge count. Of four, one may train 125 times as much as each other before this
+So no single learner ends the run with a huge count. One of four may train 125 times as much as each other before this
 rule delays the end.
 """
 

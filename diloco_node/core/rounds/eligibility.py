@@ -114,25 +114,24 @@ class Eligibility:
 
         Suspended ones are left out, except the one to probe, and those that are behind or stop don't reduce. If two
         regions do not reach each other, neither reduces, so that both stay members: full membership is worth more than
-        one more reducer. Who is left out takes part all the same where nobody else is left.
+        one more reducer. All of this holds unless nobody else is left.
 
         exclude: regions that must not reduce.
         """
         regions = tuple(name for name in self._context.regions if name != self.region_to_remove)
         reachable = tuple(name for name in regions if self._liveness.reaches(name, now_ns=now_ns))
         central = self._liveness.central_regions(reachable)
-        excluded = {
+        exclusions = {
             *exclude,
             *self._book.suspensions(BallotRole.REDUCER, probe=probe, now_ns=now_ns),
             *(name for name in self._context.regions if self.is_behind(name, now_ns=now_ns)),
             *(name for name in self._liveness.others if self._liveness.has_left(name)),  # daemons that stop
         }
-        reducers = tuple(name for name in central if name not in excluded) or tuple(central) or (self._region,)
+        reducers = tuple(name for name in central if name not in exclusions) or tuple(central) or (self._region,)
         step_times_ns = self._step_times_ns(regions)
         learners = tuple(name for name in reachable if self._steps(name, step_times_ns, now_ns=now_ns))
         left_out = self._book.suspensions(BallotRole.MEMBER, probe=probe, now_ns=now_ns)
-        asked = tuple(name for name in learners if name not in left_out)
-        return Reachability(reachable, reducers, asked or learners)
+        return Reachability(reachable, reducers, tuple(name for name in learners if name not in left_out) or learners)
 
     def _step_times_ns(self, regions: Sequence[str]) -> list[int]:
         return [status.step_time_ns for name in regions if (status := self._liveness.learner(name)) is not None]

@@ -67,7 +67,7 @@ class RoundHistory:
 
     Attributes:
         settings: in force: where the ledger holds them, its own; else those that this region was started with.
-        versions: per fragment, the last committed version; -1 before genesis.
+        genesis: None until it is committed. versions: per fragment, the last committed version; -1 before genesis.
         version_entries, committed_at_ns: per fragment, the index of its entry, and when this region learnt of it.
         finished: the end of the run, once committed; None again when it is extended.
         roster: the members, by the committed entries; before genesis the founders.

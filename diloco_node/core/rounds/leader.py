@@ -45,7 +45,8 @@ class RoundLeader:
     """The leader's rounds. After every call, hand `proposals` to the ledger and ask for `wake_at_ns`.
 
     Attributes:
-        rounds: open ones, by fragment. progress: how far the run is; to be asked in every region, whoever leads.
+        proposals: bodies for the ledger, in order. rounds: open rounds by fragment.
+        progress: how far the run is; to be asked in every region, whoever leads.
         is_in_the_way: this region holds up the others. A majority has had a payload for a while and this region has
             not, or a second ballot of a round failed because merged stripes did not come here.
     """
