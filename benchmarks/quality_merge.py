@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.merge import outliers, schedule, weights
-from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, position_after
+from diloco_node.core.merge.carry import Anchor, carry_plan, position_after
 from diloco_node.core.merge.fragments import Fragment, TensorSpec, build_manifest
+from diloco_node.core.merge.numbers import MergeNumbers
 from diloco_node.core.types import CarryMode, Contribution, FragmentPosition, MergeRule, RunSettings
 from diloco_node.daemon.effects.open_stripes import add_trimmed
+from diloco_node.lab.sim.arithmetic import carry_over
 from diloco_node.numeric import F32, F64
 
 Attendance = Callable[[int, int], Sequence[int]]
@@ -256,7 +258,7 @@ class Rounds:
         return [float(np.mean(cosines)) if cosines else 0.0 for cosines in self.cosines]
 
     def _outer_rates(self, one: _Open) -> tuple[float, float]:
-        """As `core.merge.outer.outer_rates`, but for `outer_total`."""
+        """As `core.merge.numbers.outer_rates`, but for `outer_total`."""
         if one.is_last:
             return 1.0, 0.0
         if not self.outer_total:
@@ -276,7 +278,9 @@ class Rounds:
         self.observe(one, weighed)
         state.recent = state.recent.after(one.contributions)
         total = np.zeros(up.values, np.float32)
-        rows = weights.coefficients(one.contributions, weighed, rules, clips)
+        share = weights.share(weighed, missed) if self.share and not one.is_last else 1.0
+        numbers = MergeNumbers(tuple(one.contributions), tuple(rules), weighed, clips, share)
+        rows = numbers.coefficients()
         is_trimmed = settings.merge is MergeRule.TRIMMED
         values = np.zeros((len(rows), up.values) if is_trimmed else (1, 0), np.float32)
         for place, (row, encoded) in enumerate(zip(rows, one.encoded, strict=True)):
@@ -286,8 +290,7 @@ class Rounds:
             add_trimmed([line for line, row in zip(values, rows, strict=True) if any(row)], total)
         merged = np.empty(down.encoded_bytes, np.uint8)
         norms = kernels.encode(down, total, merged)
-        share = weights.share(weighed, missed) if self.share and not one.is_last else 1.0
-        factors = weights.factors(one.contributions, weighed, rules, clips, norms.tolist(), share=share)
+        factors = numbers.factors(norms.tolist())
         lr, mu = self._outer_rates(one)
         decayed = np.float32(mu) * state.momentum
         kernels.outer_step(down, merged, np.array(factors, np.float32), lr, mu, state.theta, state.momentum)

@@ -29,7 +29,7 @@ from region_sampler import RegionSampler
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
-from diloco_node.core.merge.outer import outer_step
+from diloco_node.lab.sim.arithmetic import outer_step
 from diloco_node.learner.builtin.adamw import build_adamw
 from diloco_node.learner.builtin.data import load_corpus
 from diloco_node.learner.builtin.model import ByteGPT

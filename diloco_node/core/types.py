@@ -199,12 +199,12 @@ class RoundBody:
         payload_digest: SHA-256 over the merged stripes' digests in block order.
         stripes: how the payload was cut; stripe by stripe, in block order, it is the payload.
         share: part of a full outer step; below 1 if members bring work of versions without them (`core.merge.weights`).
-        is_last: the run's last round of this fragment: the members' plain mean, taken whole (`core.merge.outer`).
+        is_last: the run's last round of this fragment: the members' plain mean, taken whole (`core.merge.numbers`).
         squared_norms: per piece, sum of squares of the decoded payload: the factors follow from it.
         nonces: the leader's and the drawer's, if that was told in time; the audit follows from them (`core.rounds`).
         projections: per member, per window of an audited payload (`core.merge.freivalds`); empty for a member that
             did not tell them in time.
-        outer_lr, outer_momentum: of the outer step, by the settings at this entry (`core.merge.outer`).
+        outer_lr, outer_momentum: of the outer step, by the settings at this entry (`core.merge.numbers`).
     """
 
     fragment: int

@@ -57,7 +57,7 @@ class Office:
         context = context_of(self.history, liveness=liveness, regions=regions, settings=settings, effects=effects)
         # What the merged stripes of a ballot decode to here; a test may say so.
         self.merged: dict[int, tuple[bytes, tuple[float, ...]]] = {}
-        self.own_projection = NO_PROJECTION
+        self.own_projection, self.audits = NO_PROJECTION, self
         # Whether the drawer of a merged ballot answers at once.
         self.is_drawn = True
         self.leader = RoundLeader(context, RunProgress(context), self)

@@ -19,13 +19,14 @@ import numpy as np
 
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
-from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, position_after
+from diloco_node.core.merge.carry import Anchor, carry_plan, position_after
 from diloco_node.core.types import Contribution, FragmentPosition, RunSettings
 from diloco_node.daemon.admin.status_document import NoteBook
 from diloco_node.daemon.node import Node
 from diloco_node.daemon.node_runtime import NodeRuntime
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.work import Threads
+from diloco_node.lab.sim.arithmetic import carry_over
 from diloco_node.shared_memory import COUNTERS_AREA, MemoryStore, request_area
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import AREA_BYTES, TrainedCounter

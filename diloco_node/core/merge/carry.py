@@ -3,14 +3,9 @@
 The learner went on while its contribution was in flight. Overwriting its parameters would throw those steps away;
 adding them on top of the new version keeps them, and they reach the others with the next merge.
 
-Steps that a version leaves out grow stale: they were made from parameters that the others have moved on from. Keeping
-all of them is, for a learner that is in every second round, the same as doubling H; keeping none is training with half
-of the learners. So each version that does not include the learner's newest steps halves what it carries of them
-(`MISSED_KEEP`). Beyond a limit of steps the own part shrinks further: two long trajectories have learnt the same
-things, and adding them up would overshoot.
-
-Held-out loss after 1,200 steps (benchmarks/quality.py, H = 16, M = 4). Each learner in half of the rounds: keep 1 gave
-1.779, keep 0.5 1.728, keep 0 1.740, overwrite 1.743. A single learner in each round: 1.820, 1.772, not tried, 1.807.
+Steps that a version leaves out grow stale: they were made from parameters that the others have moved on from. So each
+version that does not include the learner's newest steps halves what it carries of them (D-Q1). Beyond a limit of steps
+the own part shrinks further: two long trajectories have learnt the same things, and adding them up would overshoot.
 """
 
 from __future__ import annotations
@@ -19,16 +14,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-import numpy as np
-
 from diloco_node.core.types import CarryMode, FragmentPosition
-from diloco_node.numeric import F32
 
 MISSED_KEEP: Final = 0.5
 """The part of its own steps that a learner keeps when a version arrives without them."""
 
 CARRY_FACTOR_MIN: Final = 2.0**-6
-"""Less than this is not worth carrying: the learner takes the new version as it is."""
+"""With less the learner takes the new version as it is."""
 
 
 class Anchor(StrEnum):
@@ -58,13 +50,11 @@ def carry_plan(
 ) -> CarryPlan:
     """Decide how a learner takes a new version.
 
-    Args:
-        is_included: one of the versions between its base and the new one includes a snapshot of it.
-        versions_missed: how many of the versions up to the new one do not: those after its base, or after the one that
-            includes its newest snapshot. 0 only if the new version itself includes it.
-        steps_since_inclusion: its steps that are in no version up to the new one: since that snapshot, else since the
-            last included one.
-        carry_steps_limit: at least 1; with more steps than this, `carry_factor` is also multiplied by `limit / steps`.
+    is_included: one of the versions between its base and the new one includes a snapshot of it.
+    versions_missed: how many of the versions up to the new one do not: those after its base, or after the one that
+        includes its newest snapshot. 0 only if the new version itself includes it.
+    steps_since_inclusion: its steps that are in no version up to the new one.
+    carry_steps_limit: at least 1; with more steps than this, `carry_factor` is also multiplied by `limit / steps`.
 
     Raises ValueError: negative numbers, no limit, or nothing missed by a learner that was not included.
     """
@@ -82,23 +72,6 @@ def carry_plan(
     return CarryPlan(Anchor.SNAPSHOT if is_included else Anchor.BASE, carry_factor)
 
 
-def carry_over(plan: CarryPlan, *, new: F32, theta: F32, anchor: F32 | None) -> F32:
-    """The learner's parameters after the apply: reference for the learner's in-place version.
-
-    new: the new version. theta: its parameters now. anchor: the snapshot or base that the plan names, None for
-    `Anchor.NONE`. All have shape (n,), float32, and are not changed.
-
-    Returns: shape (n,), float32. Exactly `new` for a learner that did not move since its anchor. Each operation is
-    rounded to float32 by itself; with `carry_factor` 1 there is no multiplication.
-    """
-    if (anchor is None) != (plan.anchor is Anchor.NONE):
-        raise ValueError(f"the plan's anchor is {plan.anchor}, but {'no' if anchor is None else 'an'} array was given")
-    if anchor is None:
-        return new.copy()
-    gap = theta - anchor
-    return new + (gap if plan.carry_factor == 1.0 else np.float32(plan.carry_factor) * gap)
-
-
 def position_after(
     position: FragmentPosition,
     *,
@@ -111,14 +84,11 @@ def position_after(
 ) -> FragmentPosition:
     """Where the learner stands with a fragment after it applied `version`.
 
-    Args:
-        position: before.
-        inclusion: (step, tokens) of its newest snapshot that the version includes, None if there is none.
-        step, tokens: the learner's counters at the apply.
-        version: the new base; greater than the old one.
-        mode: under `carry` the counters restart from the snapshot, or go on. Under `overwrite` they restart from the
-            apply: the steps between snapshot (or last inclusion) and apply are gone, and are to be booked as discarded.
-        is_kept: False when the plan kept nothing of the own steps (`Anchor.NONE`): they are gone as under `overwrite`.
+    inclusion: (step, tokens) of its newest snapshot that the version includes, None if there is none.
+    step, tokens: the learner's counters at the apply.
+    mode: under `carry` the counters restart from the snapshot, or go on. Under `overwrite` they restart from the apply:
+        the steps since the snapshot (or last inclusion) are gone, and are to be booked as discarded.
+    is_kept: False when the plan kept nothing of the own steps (`Anchor.NONE`): they are gone as under `overwrite`.
 
     Raises ValueError: an older or the same version, or a snapshot outside (last included step, step].
     """

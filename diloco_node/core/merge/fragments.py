@@ -34,10 +34,7 @@ VALUES_MAX: Final = 1 << 40
 class TensorSpec:
     """A trainable tensor, as far as the cut depends on it.
 
-    Attributes:
-        name: unique in the model, printable, at most 512 characters.
-        shape: sizes of the axes, each at least 1; `()` is a scalar.
-        merge: how its outer gradients are merged.
+    name: unique in the model, printable, at most 512 characters. shape: each at least 1; `()` is a scalar.
     """
 
     name: str
@@ -104,12 +101,9 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The whole cut.
+    """The whole cut: every value of every tensor is in exactly one piece. tensors: sorted by name.
 
-    Attributes:
-        tensors: sorted by name, whatever the order they were given in.
-        fragments: by index; every value of every tensor is in exactly one piece.
-        digest: SHA-256 (hex) of tensors and layout; regions with another digest can't merge.
+    digest: SHA-256 (hex) of tensors and layout; regions with another digest can't merge.
     """
 
     tensors: tuple[TensorSpec, ...]

@@ -2,6 +2,19 @@
 
 The leader decides by them, and every other region works them out again before it takes the entry. So they depend on
 nothing else: no clock, no report, no region.
+
+A round's result for one piece is `factor * sum_m c[m] * delta_m`, with every c known before the sum (from the norms in
+the contributions) and the factor after it (from the norm of the decoded sum). With weights w, W = sum w:
+
+- AVG: `c[m] = w[m] / W`, `factor = share`: the weighted mean.
+- RDA: `c[m] = w[m] / W * R / |delta_m|` with the radius `R = sum w |delta| / W`, so the sum is R times the mean
+  direction; `factor = share * R / |sum|` stretches it back to the radius.
+
+A contribution much longer than anybody's counts in part (`core.merge.outliers`): with the part p of a piece, p * delta
+takes the place of delta in all of this.
+
+Source: Decoupled DiLoCo (arXiv 2604.21428), appendix D.2 (RDA; its weighted form is printed with vectors in the radial
+part, norms are meant). Ours: the bound on the stretch.
 """
 
 from __future__ import annotations
@@ -15,6 +28,7 @@ from diloco_node.core.merge import outliers
 from diloco_node.core.merge import weights as weighing
 from diloco_node.core.merge.fragments import Fragment
 from diloco_node.core.merge.outliers import Clips, RecentRounds
+from diloco_node.core.merge.weights import to_float32
 from diloco_node.core.types import CarryMode, Codec, Contribution, MergeRule, RunSettings
 
 FLOAT32_ERROR: Final = 2.0**-20
@@ -30,6 +44,18 @@ NORM_TOLERANCE: Final = 1e-3
 NORM_FLOOR: Final = 2.0**-200
 """Squares of values that the encoder flushes to zero."""
 
+NORM_MIN: Final = 2.0**-100
+"""Shorter outer gradients count as zero: the encoder flushes blocks below this size."""
+
+DIRECTION_FLOOR: Final = 0.5
+"""RDA stretches the mean direction at most as if it were this part of what orthogonal contributions would give.
+
+Orthogonal directions of equal weight have a mean of norm 1/sqrt(M): that is plain noise, and RDA restores its length. A
+mean much shorter than that comes from contributions that oppose each other, and points nowhere: stretching it to full
+length would make a large step of a rounding error. Below the floor the result shrinks in proportion, to zero. So the
+stretch never exceeds `2 * W / sqrt(sum w^2)`, which is `2 * sqrt(M)` for equal weights.
+"""
+
 TRIMMED_STRETCH: Final = 3.0
 """With `trimmed` one of three members stands for all: the sum is at most so many times as long as they are together."""
 
@@ -41,7 +67,8 @@ LENGTH_ERROR: Final = 2e-3
 class MergeNumbers:
     """Weights and what follows from them.
 
-    contributions: at least one, sorted by learner. weights, clips: one of each per contribution.
+    contributions: at least one, sorted by learner; none that `weights.refusal` objects to.
+    weights, clips: one of each per contribution. Not all weights are 0.
     rules: one per piece. share: part of a full outer step.
     """
 
@@ -52,18 +79,57 @@ class MergeNumbers:
     share: float
 
     def coefficients(self) -> tuple[tuple[float, ...], ...]:
-        """Return the factors on each contribution's pieces before they are summed (`weights.coefficients`)."""
-        return weighing.coefficients(self.contributions, self.weights, self.rules, self.clips)
+        """Return the factors on the pieces before they are summed: per contribution, per piece; float32-exact, finite.
+
+        0 for a zero outer gradient under RDA.
+        """
+        radii, total = self.radii(), sum(self.weights)
+        rows = []
+        for contribution, weight, clips in zip(self.contributions, self.weights, self.clips, strict=True):
+            row = []
+            for rule, radius, square, clip in zip(self.rules, radii, contribution.squared_norms, clips, strict=True):
+                norm = _norm(square)
+                if rule is MergeRule.AVG:
+                    row.append(to_float32(weight / total * clip))
+                else:
+                    row.append(to_float32(weight / total * (radius / norm)) if norm > 0.0 else 0.0)
+            rows.append(tuple(row))
+        return tuple(rows)
 
     def factors(self, squared_norms: Sequence[float]) -> tuple[float, ...]:
-        """Return the factor on each piece of the decoded sum, of these squared norms per piece (`weights.factors`)."""
-        return weighing.factors(
-            self.contributions, self.weights, self.rules, self.clips, squared_norms, share=self.share
-        )
+        """Return the factor on each piece of the decoded sum of these norms: float32-exact, finite, not negative."""
+        result = []
+        for piece, (rule, radius, square) in enumerate(zip(self.rules, self.radii(), squared_norms, strict=True)):
+            if rule is MergeRule.AVG:
+                result.append(to_float32(self.share))
+            elif radius == 0.0:
+                result.append(0.0)
+            else:
+                mean_direction = max(sqrt(square) / radius, DIRECTION_FLOOR * self._orthogonal_norm(piece))
+                result.append(to_float32(self.share / mean_direction))
+        return tuple(result)
 
     def radii(self) -> tuple[float, ...]:
-        """Return per piece the sum of the weighted lengths: no sum of these contributions is longer."""
-        return weighing.radii(self.contributions, self.weights, self.rules, self.clips)
+        """Return the weighted mean norm per piece, as far as it counts: no sum of these contributions is longer."""
+        total = sum(self.weights)
+        return tuple(
+            sum(
+                weight / total * (_norm(contribution.squared_norms[piece]) * clips[piece])
+                for contribution, weight, clips in zip(self.contributions, self.weights, self.clips, strict=True)
+            )
+            for piece in range(len(self.rules))
+        )
+
+    def _orthogonal_norm(self, piece: int) -> float:
+        """Norm of the mean direction if all non-zero contributions were orthogonal: `sqrt(sum w^2) / W`."""
+        total = sum(self.weights)
+        return sqrt(
+            sum(
+                (weight / total) ** 2
+                for contribution, weight in zip(self.contributions, self.weights, strict=True)
+                if _norm(contribution.squared_norms[piece]) > 0.0
+            )
+        )
 
 
 def merge_numbers(
@@ -76,14 +142,10 @@ def merge_numbers(
     version: int,
     is_last: bool,
 ) -> MergeNumbers:
-    """Work out the numbers of a round.
+    """Work out the numbers of a round that makes a version. contributions: as of `MergeNumbers`.
 
-    Args:
-        fragment: of the round. settings: of the run.
-        contributions: at least one, sorted by learner; none that `weights.refusal` objects to.
-        carried_since: per contribution, the version since which its learner has carried its steps; None: it has not.
-        recent: the rounds of the fragment before. version: what the round makes.
-        is_last: it is the run's last round of the fragment: a plain mean, taken whole.
+    carried_since: per contribution, the version since which its learner has carried its steps; None: it has not.
+    is_last: it is the run's last round of the fragment: a plain mean, taken whole.
     """
     # A learner that gave its steps up after a long cut has carried nothing over the versions before that. Its
     # contribution holds a cycle like anybody's, and the steps that it has carried since.
@@ -98,6 +160,14 @@ def merge_numbers(
         clips,
         1.0 if is_last else weighing.share(weights, gaps),
     )
+
+
+def outer_rates(settings: RunSettings, *, is_last: bool) -> tuple[float, float]:
+    """Outer learning rate and momentum of a round: the run's, but 1 and 0 in the last round of a fragment (D-Q4).
+
+    The momentum stays as it is there, for a run that is extended.
+    """
+    return (1.0, 0.0) if is_last else (settings.outer_lr, settings.outer_momentum)
 
 
 def is_same_number(first: float, second: float) -> bool:
@@ -117,7 +187,7 @@ def length_limits(radii: Sequence[float], settings: RunSettings) -> tuple[float,
     """
     stretch = TRIMMED_STRETCH if settings.merge is MergeRule.TRIMMED else 1.0
     lengths = ((1.0 + ROUNDING[settings.codec_down]) * stretch * radius for radius in radii)
-    return tuple((1.0 + LENGTH_ERROR) * length * length + weighing.NORM_MIN**2 for length in lengths)
+    return tuple((1.0 + LENGTH_ERROR) * length * length + NORM_MIN**2 for length in lengths)
 
 
 def stripe_radii(coefficients: Sequence[Sequence[float]], squared_norms: Sequence[Sequence[float]]) -> list[float]:
@@ -127,3 +197,8 @@ def stripe_radii(coefficients: Sequence[Sequence[float]], squared_norms: Sequenc
         for row, squares in zip(coefficients, squared_norms, strict=True)
     )
     return [fsum(column) for column in zip(*lengths, strict=True)]
+
+
+def _norm(square: float) -> float:
+    norm = sqrt(square)
+    return norm if norm >= NORM_MIN else 0.0

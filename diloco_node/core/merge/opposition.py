@@ -1,16 +1,14 @@
 """Members whose contributions point against the others', by the projections that audits leave in the ledger.
 
-A gradient that is turned around is as long as an honest one, and RDA restores the length of the mean: one of four
-costs 9 % of the loss, twice as long or with twice the weight far more. No limit of length or weight finds it. But each
+A gradient that is turned around is as long as an honest one: no limit of length or weight finds it (D-S3). But each
 audited entry has projections of every contribution on the same random signs. Their weighted sum is that of the payload
 (`core.merge.freivalds`), so only a leader can make up rows, its own against another's. The cosine of a member's row
 with the weighted sum of the others' is that of the contributions, give or take one over the root of the windows.
 
-A member's score adds these cosines up and forgets. It is never above zero, so that nobody earns credit. Where data say
-nothing about one another, or honest regions differ, cosines are near zero: the score is a sum of noise that stays far
-from `OPPOSED_BELOW`. It takes a cosine under about -0.2 in some dozen audits. Nothing of an opposed member counts,
-until its score is above `FREE_ABOVE` again. It is merged with weight 0, so no sum binds its rows: they speak against it
-alone. A member whose rows do not is freed by time, after 20 audits at least; if its gradients still do, six oppose it.
+A member's score adds these cosines up and forgets. It is never above zero, so that nobody earns credit. It takes a
+cosine under about -0.2 in some dozen audits. Nothing of an opposed member counts, until its score is above `FREE_ABOVE`
+again. It is merged with weight 0, so no sum binds its rows: they speak against it alone. A member whose rows do not is
+freed by time, after 20 audits at least; if its gradients still do, six oppose it.
 """
 
 from __future__ import annotations
@@ -118,10 +116,9 @@ class Opposition:
         except (struct.error, UnicodeDecodeError) as error:
             raise ProtocolViolation(f"not the norms of recent rounds: scores in {len(data)} bytes: {error}") from error
         opposition = cls(audits, scores)
-        if at != len(data) or not all(SCORE_MIN <= score.value <= 0.0 for score in scores.values()):
+        # Also in another order, twice, or cut off: nothing else packs so.
+        if not all(SCORE_MIN <= score.value <= 0.0 for score in scores.values()) or opposition.packed() != data:
             raise ProtocolViolation(f"not the norms of recent rounds: scores {scores}")
-        if opposition.packed() != data:
-            raise ProtocolViolation("not the norms of recent rounds: scores in another order")
         return opposition
 
 

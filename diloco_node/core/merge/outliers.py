@@ -1,9 +1,8 @@
 """Outer gradients much longer than anybody's: how much of each contribution counts, decided once by the leader.
 
 A learner that diverges, or lies about nothing but its values, may send an outer gradient a thousand times as long as
-the others'. RDA takes its direction like any other, but the merge would be as long as their mean; a plain mean would be
-that one learner. So a contribution longer than twice the usual counts as twice. A wildly longer one says nothing about
-where the model should go either: its learner diverged, or loaded other weights. It does not count.
+the others'. So a contribution longer than twice the usual counts as twice. A wildly longer one says nothing about where
+the model should go: its learner diverged, or loaded other weights. It does not count.
 
 The usual length is the median of the round's members. For who made many more steps it is that of the fragment's last
 rounds if that is longer: in the last round of a run most members have made a step or two, the others a cycle. Both are
@@ -59,10 +58,7 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class RecentRounds:
-    """The last rounds of one fragment, whoever was in them: where each has one or two members, the last one has all.
-
-    All regions must get the same, whether they took every entry or began with a summary: so norms are rounded to
-    float32, in which the summary has them.
+    """The last rounds of one fragment, whoever was in them. Norms are float32, as a summary of the ledger has them.
 
     Attributes:
         rounds: norms of the median member, oldest round first. sums: norm of each piece of the last merged payload.

@@ -1,23 +1,18 @@
 """Open the round now, or wait: quorum and the adaptive grace window, with the reason for every answer.
 
 When enough learners are due, waiting a little longer is free as long as the round still ends within the overlap of tau
-steps. So the window is a part of that slack, at least what reports usually spread, never more than a step or two round
-trips.
+steps. So the window is a part of that slack, at least what reports usually spread, at most a step or two round trips.
 
-Source: Decoupled DiLoCo (arXiv 2604.21428), equation 3 and section 5.1. The lower and the upper limit are ours; without
-a grace window quality collapses there (table 5).
+Source: Decoupled DiLoCo (arXiv 2604.21428), equation 3 and section 5.1. The lower and the upper limit are ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.types import RunSettings
-
-SPREAD_SAMPLES_MAX: Final = 128
-"""Spreads remembered for their 99th percentile."""
 
 _NAMES_SHOWN_MAX: Final = 4
 _NS_PER_MS: Final = 1_000_000
@@ -25,9 +20,8 @@ _NS_PER_MS: Final = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class LearnerDue:
-    """A live, reachable learner as the leader sees it for one fragment.
+    """A live, reachable learner. due_at_ns: when the leader learnt that it is due for a fragment; None if it is not.
 
-    due_at_ns: when the leader learnt that it is due; None if it is not.
     is_leaving: its machine is about to be taken away: the round in which it is due can't wait for others.
     """
 
@@ -40,12 +34,9 @@ class LearnerDue:
 class RoundTiming:
     """Times that the leader has measured; 0 where it knows nothing yet.
 
-    Attributes:
-        step_time_ns: median of the live learners' moving averages.
-        quorum_time_ns: usual time from the first learner due to the quorum.
-        sync_time_ns: usual time from opening a round to its commit.
-        spread_p99_ns: 99th percentile of the time from quorum to the last learner (`ReportSpread`).
-        rtt_ns: largest round-trip time to a live learner.
+    step_time_ns: median of the live learners' moving averages. rtt_ns: largest round-trip time to one of them.
+    quorum_time_ns: usual time from the first learner due to the quorum. spread_p99_ns: from there to the last learner.
+    sync_time_ns: usual time from opening a round to its commit.
     """
 
     step_time_ns: int = 0
@@ -67,23 +58,10 @@ class OpenDecision:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReportSpread:
-    """The last 128 times between quorum and the last learner that became due."""
-
-    samples_ns: tuple[int, ...] = ()
-
-    def after(self, sample_ns: int) -> ReportSpread:
-        """With one more sample; the oldest goes when there are too many."""
-        return ReportSpread((*self.samples_ns, max(0, sample_ns))[-SPREAD_SAMPLES_MAX:])
-
-    @property
-    def p99_ns(self) -> int:
-        """The smallest sample that at least 99 % of the samples do not exceed; 0 if there are none."""
-        if not self.samples_ns:
-            return 0
-        rank = -(-99 * len(self.samples_ns) // 100)
-        return sorted(self.samples_ns)[rank - 1]
+def p99(samples: Collection[int]) -> int:
+    """The smallest sample that at least 99 % of the samples do not exceed; 0 if there are none."""
+    rank = -(-99 * len(samples) // 100)
+    return sorted(samples)[rank - 1] if samples else 0
 
 
 def quorum_size(live: int, quorum_min: int) -> int:

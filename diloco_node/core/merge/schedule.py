@@ -28,9 +28,7 @@ def due_step(
     """The learner's step from which on it is due for this fragment; None while it has not applied genesis.
 
     Before the first round, fragment p of P is due at `ceil((p + 1) * H / P)`, so that the cycle is staggered from the
-    start; later `H - lead` steps after its mark (at least one).
-
-    position: where the learner stands with it. sync_every: H. fragments: P. lead: steps the ballot opens early.
+    start; later `H - lead` steps after its mark (at least one). sync_every: H. fragments: P.
     """
     if position.base_version < 0:
         return None
@@ -39,11 +37,9 @@ def due_step(
     return position.cycle_start_step + max(1, sync_every - lead)
 
 
-def overdue_steps(
-    fragment: int, position: FragmentPosition, step: int, *, sync_every: int, fragments: int, lead: int = LEAD_STEPS
-) -> int:
+def overdue_steps(fragment: int, position: FragmentPosition, step: int, *, sync_every: int, fragments: int) -> int:
     """How many steps ago the learner became due; negative: in that many steps; -1 before it has applied genesis."""
-    due = due_step(fragment, position, sync_every=sync_every, fragments=fragments, lead=lead)
+    due = due_step(fragment, position, sync_every=sync_every, fragments=fragments)
     return -1 if due is None else step - due
 
 
@@ -118,11 +114,9 @@ def believed_step_time_ns(reported_ns: int, averages_ns: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MovingAverage:
-    """Moving average of the time of an inner step (or of any duration), in integers.
+    """Moving average of durations, in integers.
 
-    Attributes:
-        samples: how many were seen.
-        scaled_ns: the average times 8; the bits below a nanosecond keep the average from sticking.
+    scaled_ns: the average times 8; the bits below a nanosecond keep the average from sticking.
     """
 
     samples: int = 0

@@ -39,8 +39,7 @@ def block_count(fragment: Fragment) -> int:
 
 
 def stripes_fault(stripes: Sequence[Stripe], *, regions: Collection[str], blocks: int) -> str:
-    """Why these are not the stripes of a fragment; empty when they cover it in order, and regions of the
-    run reduce it."""
+    """Why these are not stripes of a fragment; empty if they cover it in order, and regions of the run reduce it."""
     at = 0
     for stripe in stripes:
         if stripe.reducer not in regions:
@@ -49,34 +48,6 @@ def stripes_fault(stripes: Sequence[Stripe], *, regions: Collection[str], blocks
             return f"a stripe from block {stripe.block_start} where {at} is next"
         at = stripe.block_stop
     return "" if at == blocks else f"stripes of {at} blocks for a fragment of {blocks}"
-
-
-def cut_stripes(blocks: int, shares: Sequence[tuple[str, int]]) -> tuple[Stripe, ...]:
-    """Cut blocks [0, blocks) into one stripe per region with a share.
-
-    shares: (region, share) in any order; the share is an integer in any unit, for instance the smaller of egress and
-    ingress rate in bytes per second. All equal gives equal stripes.
-
-    Returns: sorted by region, without gaps; each within one block of its exact proportion. A region with share 0, or
-    too small a share for a whole block, has no stripe.
-
-    Raises ValueError: no blocks, a negative share, a region twice, or nobody with a share. All are bugs of the caller.
-    """
-    names = [name for name, _ in shares]
-    if blocks < 1 or len(set(names)) != len(names) or any(share < 0 for _, share in shares):
-        raise ValueError(f"can't cut {blocks} blocks by shares {tuple(shares)}")
-    total = sum(share for _, share in shares)
-    if total == 0:
-        raise ValueError("nobody has a share: a round needs at least one reducer")
-    stripes = []
-    start = sums = 0
-    for name, share in sorted(shares):
-        sums += share
-        stop = blocks * sums // total  # the running sum, not the share, is rounded: the cover stays exact
-        if stop > start:
-            stripes.append(Stripe(name, start, stop))
-        start = stop
-    return tuple(stripes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +70,7 @@ class RoundLoad:
         return self.up_bytes * (self.blocks - blocks) + (self.regions - 1) * self.down_bytes * blocks
 
     def ingress_bytes(self, blocks: int) -> int:
-        """Return the bytes that it receives, times `blocks`: the others' contributions to its blocks, and all other
-        merged blocks."""
+        """Return the bytes that it receives, times `blocks`: contributions to its blocks, and other merged blocks."""
         return (self.regions - 1) * self.up_bytes * blocks + self.down_bytes * (self.blocks - blocks)
 
     def span(self, limits: RateLimits, time_ns: int) -> tuple[int, int] | None:
@@ -129,11 +99,11 @@ def cut_by_budget(load: RoundLoad, reducers: Sequence[str], budgets: Mapping[str
     budgets: ceilings by region, at least of all reducers. A region without a ceiling in one direction counts as one
     with the largest of the others': what its line carries nobody knows. Without any the stripes are equal.
 
-    Returns: as `cut_stripes`. A region whose own contribution takes it longest of all reduces nothing.
+    Returns: sorted by region, without gaps. A region has no stripe if its own contribution takes it longest of all.
     """
     limits = _filled(reducers, budgets)
     if all(limit == NO_LIMITS for limit in limits.values()):
-        return cut_stripes(load.blocks, [(name, 1) for name in reducers])
+        return _spread(load.blocks, dict.fromkeys(reducers, (0, load.blocks)))
 
     def spans(time_ns: int) -> dict[str, tuple[int, int]] | None:
         all_spans = {name: load.span(limit, time_ns) for name, limit in limits.items()}

@@ -1,15 +1,5 @@
 """Weights of the contributions to a merge, decided once by the leader and shipped as float32 bits.
 
-A round's result for one piece is `factor * sum_m c[m] * delta_m`, with every c known before the sum (from the norms in
-the contributions) and the factor after it (from the norm of the decoded sum). With weights w, W = sum w:
-
-- AVG: `c[m] = w[m] / W`, `factor = share`: the weighted mean.
-- RDA: `c[m] = w[m] / W * R / |delta_m|` with the radius `R = sum w |delta| / W`, so the sum is R times the mean
-  direction; `factor = share * R / |sum|` stretches it back to the radius.
-
-A contribution much longer than anybody's counts in part (`core.merge.outliers`): with the part p of a piece, p * delta
-takes the place of delta in all of this.
-
 A learner that missed n versions brings its last cycle and what it carried of the n before: `cycles(n)` cycles' worth.
 It weighs so much more, and the share scales the round back to one cycle, as all learners make one cycle at a time.
 
@@ -17,15 +7,14 @@ No member decides alone (D-S3). Tokens are its own word: a script that counts by
 rank, says eight times too much, and weighs 64 times too much. So what is far beyond the others' tokens per step counts
 as theirs, and of three or more members none has more than a part of the weight.
 
-Source: Decoupled DiLoCo (arXiv 2604.21428), section 3.2 (weights) and appendix D.2 (RDA; its weighted form is printed
-with vectors in the radial part, norms are meant). Ours: share, the caps, and the bound on the stretch.
+Source: Decoupled DiLoCo (arXiv 2604.21428), section 3.2. Ours: share and the caps.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from math import isfinite, isnan, sqrt
+from math import isnan
 from statistics import median
 from typing import Final
 
@@ -33,27 +22,13 @@ from diloco_node.core.bounds import FLOAT32_MAX
 from diloco_node.core.merge.carry import MISSED_KEEP
 from diloco_node.core.merge.opposition import MEMBERS_MIN
 from diloco_node.core.merge.outliers import Clips
-from diloco_node.core.types import Contribution, MergeRule, RunSettings
-from diloco_node.errors import PayloadCorrupt
-
-NORM_MIN: Final = 2.0**-100
-"""Shorter outer gradients count as zero: the encoder flushes blocks below this size."""
+from diloco_node.core.types import Contribution, RunSettings
 
 NORM_MAX: Final = 2.0**100
 """No outer gradient is longer. The radius is at most the longest norm that was named, and no coefficient makes a sum
 longer than the radius: with this limit all that is computed from norms stays finite, whatever one learner claims."""
 
 SQUARED_NORM_MAX: Final = NORM_MAX * NORM_MAX
-
-DIRECTION_FLOOR: Final = 0.5
-"""RDA stretches the mean direction at most as if it were this part of what orthogonal contributions would give.
-
-Orthogonal directions of equal weight have a mean of norm 1/sqrt(M): that is plain noise, and RDA restores its length. A
-mean much shorter than that comes from contributions that oppose each other, and points nowhere: stretching it to full
-length would make a large step of a rounding error. Below the floor the result shrinks in proportion, to zero. So the
-stretch never exceeds `2 * W / sqrt(sum w^2)`, which is `2 * sqrt(M)` for equal weights.
-"""
-
 
 ROUNDED: Final = 1.0 + 2.0**-30
 """Above all errors of rounding in the search of a limit."""
@@ -104,8 +79,7 @@ def weights(
 
     The steps of a learner that missed versions count as far as it has carried them: `cycles(n) / (n + 1)`. A learner
     that was away (more steps than `carry_steps_limit`) weighs at most `weight_cap` times the median of the members that
-    were not: its long trajectory went over ground that the others covered meanwhile. When all were away, the median is
-    over all. (For an even number it is the mean of the middle two.)
+    were not: its long trajectory went over ground that the others covered meanwhile.
 
     Nobody of three or more has more than `weight_share_max` of the weight, or 1/n if n weigh something. All that count
     are equal to 1 if none has any weight, so that a round never divides by 0.
@@ -130,7 +104,7 @@ def weights(
         [value for value, away in weighty if not away] or [value for value, _ in weighty]
     )
     limits = [min(value, cap) if away else value for value, away in zip(raw, is_away, strict=True)]
-    if weighty and len(contributions) >= MEMBERS_MIN:
+    if len(contributions) >= MEMBERS_MIN:
         limit = _share_limit(limits, settings.weight_share_max)
         limits = [min(value, limit) for value in limits]
     float32s = tuple(map(to_float32, limits))
@@ -154,14 +128,10 @@ def _share_limit(values: Sequence[float], share_max: float) -> float:
 def share(weights: Sequence[float], versions_missed: Sequence[int]) -> float:
     """The part of a full outer step that this round takes, float32-exact: one over the mean of the members' `cycles`.
 
-    1 when everybody was in the last round. With half of the learners in each round, every contribution holds a cycle
-    and what was kept of another; taken whole, the model would move as if time ran faster than the learners train.
-
-    Weights and missed versions are as of `weights`; not all weights are 0.
+    1 when everybody was in the last round. Taken whole, a contribution that holds more than a cycle would move the
+    model as if time ran faster than the learners train. versions_missed: as of `weights`; not all weights are 0.
     """
     cycles_held = sum(weight_ * cycles(versions) for weight_, versions in zip(weights, versions_missed, strict=True))
-    if cycles_held <= 0.0:
-        raise ValueError(f"a round includes at least one learner that weighs something, got weights {tuple(weights)}")
     return to_float32(sum(weights) / cycles_held)
 
 
@@ -177,97 +147,3 @@ def refusal(contribution: Contribution, pieces: int) -> str:
         if not 0.0 <= norm <= SQUARED_NORM_MAX:
             return f"squared norm of piece {piece} is {norm}"
     return ""
-
-
-def coefficients(
-    contributions: Sequence[Contribution], weights: Sequence[float], rules: Sequence[MergeRule], clips: Clips
-) -> tuple[tuple[float, ...], ...]:
-    """Return the factors on each contribution's pieces before they are summed, sorted by learner: per contribution, per
-    piece; float32-exact, finite. 0 for a zero outer gradient under RDA.
-
-    rules: one per piece of the fragment. weights, clips: per contribution.
-
-    Raises PayloadCorrupt: a contribution's numbers can't be used (`refusal`).
-    """
-    lengths = radii(contributions, weights, rules, clips)
-    total = sum(weights)
-    rows = []
-    for contribution, weight_, ratios in zip(contributions, weights, clips, strict=True):
-        row = []
-        for rule, radius, square, ratio in zip(rules, lengths, contribution.squared_norms, ratios, strict=True):
-            norm = _norm(square)
-            if rule is MergeRule.AVG:
-                row.append(to_float32(weight_ / total * ratio))
-            else:
-                row.append(to_float32(weight_ / total * (radius / norm)) if norm > 0.0 else 0.0)
-        rows.append(tuple(row))
-    return tuple(rows)
-
-
-def factors(
-    contributions: Sequence[Contribution],
-    weights: Sequence[float],
-    rules: Sequence[MergeRule],
-    clips: Clips,
-    merged_squared_norms: Sequence[float],
-    *,
-    share: float,
-) -> tuple[float, ...]:
-    """Return the factor on the decoded sum of each piece, float32-exact, finite, never negative: `delta = factor *
-    decode(payload)`.
-
-    merged_squared_norms: per piece, sum of squares of the decoded merged payload (float64). Others as `coefficients`.
-
-    Raises PayloadCorrupt: a norm is negative or not finite, or their number is wrong.
-    """
-    if len(merged_squared_norms) != len(rules) or not all(isfinite(n) and n >= 0.0 for n in merged_squared_norms):
-        raise PayloadCorrupt(f"squared norms of the merged payload are unusable: {tuple(merged_squared_norms)[:8]}")
-    lengths = radii(contributions, weights, rules, clips)
-    result = []
-    for piece, (rule, radius) in enumerate(zip(rules, lengths, strict=True)):
-        if rule is MergeRule.AVG:
-            result.append(to_float32(share))
-        elif radius == 0.0:
-            result.append(0.0)
-        else:
-            floor = DIRECTION_FLOOR * _orthogonal_norm(contributions, weights, piece)
-            mean_direction = max(sqrt(merged_squared_norms[piece]) / radius, floor)
-            result.append(to_float32(share / mean_direction))
-    return tuple(result)
-
-
-def radii(
-    contributions: Sequence[Contribution], weights: Sequence[float], rules: Sequence[MergeRule], clips: Clips
-) -> tuple[float, ...]:
-    """Return the weighted mean norm per piece, as far as it counts. Raises and takes the same as `coefficients`."""
-    for contribution in contributions:
-        reason = refusal(contribution, len(rules))
-        if reason:
-            raise PayloadCorrupt(
-                f"contribution of {contribution.learner} to fragment {contribution.fragment}: {reason}"
-            )
-    total = sum(weights)
-    return tuple(
-        sum(
-            weight_ / total * (_norm(contribution.squared_norms[piece]) * ratios[piece])
-            for contribution, weight_, ratios in zip(contributions, weights, clips, strict=True)
-        )
-        for piece in range(len(rules))
-    )
-
-
-def _orthogonal_norm(contributions: Sequence[Contribution], weights: Sequence[float], piece: int) -> float:
-    """Norm of the mean direction if all non-zero contributions were orthogonal: `sqrt(sum w^2) / W`."""
-    total = sum(weights)
-    return sqrt(
-        sum(
-            (weight_ / total) ** 2
-            for contribution, weight_ in zip(contributions, weights, strict=True)
-            if _norm(contribution.squared_norms[piece]) > 0.0
-        )
-    )
-
-
-def _norm(square: float) -> float:
-    norm = sqrt(square)
-    return norm if norm >= NORM_MIN else 0.0

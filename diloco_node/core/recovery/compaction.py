@@ -1,8 +1,7 @@
 """Summing the ledger up: every region does it after the same entries, and forgets those when nobody needs them.
 
-A sum becomes the ledger's base when three things hold: a majority has it in the ledger with the digest that was worked
-out here, at least `summary_entries` entries follow it (a region that was away for a while gets those), and every
-fragment's state is on the own disk and in the ledger as a snapshot at its version there or a later one.
+A sum becomes the ledger's base when a majority has the same, at least `summary_entries` entries follow it (a region
+that was away for a while gets those), and later states are on the own disk and in the ledger.
 """
 
 from __future__ import annotations
@@ -49,14 +48,13 @@ class Compaction:
             return
         base = LedgerBase(entry.index, entry.term, entry.hash, summary_bytes)
         self._sums[entry.index] = (base, summary.versions)
-        while len(self._sums) > SUMS_KEPT:
+        if len(self._sums) > SUMS_KEPT:
             self._agreed.discard(self._sums.popitem(last=False)[0])
 
     def on_base(self) -> None:
         """The ledger has another beginning: sums of before are of no use."""
-        for index in [index for index in self._sums if index <= self._ledger.base.index]:
-            del self._sums[index]
-            self._agreed.discard(index)
+        self._sums = OrderedDict(item for item in self._sums.items() if item[0] > self._ledger.base.index)
+        self._agreed.intersection_update(self._sums)
 
     def proposal(self) -> SummaryBody | None:
         """The newest sum, for the leader to put into the ledger; once in each term."""
@@ -76,11 +74,10 @@ class Compaction:
         return None
 
     def _compare(self, body: SummaryBody) -> None:
-        own_digest = self._sums.get(body.index)
-        base = self._ledger.base if body.index == self._ledger.base.index else own_digest[0] if own_digest else None
-        if base is None:
+        own_base = self._sums.get(body.index, (self._ledger.base,))[0]
+        if own_base.index != body.index:
             return
-        if base_digest(base) != body.digest:
+        if base_digest(own_base) != body.digest:
             self._effects.note(
                 "summary",
                 f"up to entry {body.index} this region has other sums than the ledger names: the token account, "
@@ -88,5 +85,5 @@ class Compaction:
                 is_alarm=True,
             )
             self._sums.pop(body.index, None)
-        elif own_digest is not None:
+        elif body.index in self._sums:
             self._agreed.add(body.index)

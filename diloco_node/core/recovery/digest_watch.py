@@ -1,8 +1,7 @@
 """Equal versions must have equal bytes: compare the digests that heartbeats carry with our own and with the ledger's.
 
 Every region tells the digest of each version that it reaches, and repeats those of snapshot versions (every
-`checkpoint_versions`) until the ledger has one. The leader proposes a snapshot when a majority tells the same digest as
-its own. Whoever has another digest than the ledger has diverged, and heals (`recovery.versions`).
+`checkpoint_versions`) until the ledger has one. Whoever has another digest than the ledger heals (`recovery.versions`).
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ FRESH_MAX: Final = 8
 class DigestWatch:
     """Keeps this region's digests, chooses those to report, and says who differs.
 
-    Args:
-        snapshot_versions: between two snapshots of a fragment.
-        history: read only; it knows who votes.
+    snapshot_versions: between two snapshots of a fragment.
     """
 
     def __init__(self, fragments: int, effects: EffectBuffer, *, history: RoundHistory, snapshot_versions: int) -> None:
@@ -63,7 +60,7 @@ class DigestWatch:
         self._fresh[fragment] = now_ns
         self._fresh.move_to_end(fragment)
         for peer, peer_digests in sorted(self.reported[fragment].items()):
-            self._compare(peer, fragment, version, peer_digests.get(version))
+            self._compare(peer, fragment, version, peer_digests.get(version, digest))
 
     def on_report(self, peer: str, digests: tuple[FragmentDigest, ...]) -> None:
         """A heartbeat brought a peer's digests. Kept are a few, of versions that may matter."""
@@ -78,8 +75,7 @@ class DigestWatch:
             self._compare(peer, report.fragment, report.version, report.digest)
 
     def to_report(self, *, now_ns: int) -> tuple[FragmentDigest, ...]:
-        """Digests for the next heartbeat: those that changed in the last seconds, those that the ledger is still to
-        get, and those of one fragment more in rotation."""
+        """Digests for the next heartbeat: new ones, those that the ledger is still to get, and a fragment in turn."""
         fragments = len(self._own)
         for fragment in [stale for stale, at_ns in self._fresh.items() if now_ns - at_ns > FRESH_NS]:
             del self._fresh[fragment]
@@ -97,11 +93,9 @@ class DigestWatch:
         return tuple(result)
 
     def majority_snapshots(self, there: Container[str]) -> tuple[SnapshotBody, ...]:
-        """Snapshots that the ledger can get: per fragment the newest of which a majority, this region counted, tells
-        the same digest.
+        """Snapshots that the ledger can get: per fragment the newest with the same digest here and in a majority.
 
-        Args:
-            there: the regions that are; see `Roster.words_needed`.
+        there: the regions that are; see `Roster.words_needed`.
         """
         quorum = self._history.roster.words_needed(there)
         bodies = []
@@ -139,8 +133,9 @@ class DigestWatch:
         return self.newest(body.fragment)[0] < body.version <= self._history.versions[body.fragment]
 
     def minority_fragment(self) -> int:
-        """A fragment of which a majority without this region tells another digest than this one's; -1 if there is
-        none. The ledger has no snapshot of it yet, and gets none while this region leads."""
+        """A fragment of which a majority tells another digest than this region; -1 if there is none.
+
+        The ledger gets no snapshot of it while this region leads."""
         majority = majority_of(len(self._history.roster.voters))
         for fragment in range(len(self._own)):
             for version, digest in self._waiting(fragment).items():
@@ -183,12 +178,11 @@ class DigestWatch:
     def _peer_digests(self, fragment: int, version: int) -> list[bytes]:
         """Return the digests that the voters among the peers reported for a version."""
         voters, reported = self._history.roster.voters, sorted(self.reported[fragment].items())
-        peer_digests = [digests.get(version) for peer, digests in reported if peer in voters]
-        return [digest for digest in peer_digests if digest is not None]
+        return [digests[version] for peer, digests in reported if peer in voters and version in digests]
 
-    def _compare(self, peer: str, fragment: int, version: int, digest: bytes | None) -> None:
-        own_digest = self._own[fragment].get(version)
-        if own_digest is None or digest is None or own_digest == digest or (peer, fragment) in self._alarmed:
+    def _compare(self, peer: str, fragment: int, version: int, digest: bytes) -> None:
+        own_digest = self._own[fragment].get(version, digest)
+        if own_digest == digest or (peer, fragment) in self._alarmed:
             return
         self._alarmed.add((peer, fragment))
         self._effects.note(

@@ -28,10 +28,7 @@ GONE: Final = frozenset({"gone", "unknown"})
 
 @dataclass(slots=True)
 class _Fetch:
-    """A lacking thing: a payload, or (`body` is None) the state with this digest.
-
-    `patience_ns` is waited once, before the first peer is asked.
-    """
+    """A payload, or (`body` is None) the state with this digest. patience_ns: waited before the first peer is asked."""
 
     fragment: int
     version: int
@@ -44,6 +41,11 @@ class _Fetch:
     retries: int = 0
     not_before_ns: int = 0
     has_witness_failed: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Payload or state, in a word."""
+        return "state" if self.body is None else "payload"
 
 
 class Fetches:
@@ -74,27 +76,17 @@ class Fetches:
     @property
     def wake_at_ns(self) -> int | None:
         """When a fetch that failed everywhere may be tried again."""
-        if not self.pending:
-            return None
         waiting = [fetch.not_before_ns for fetch in self.pending.values() if not fetch.peer and fetch.not_before_ns > 0]
         return min(waiting, default=None)
 
     def request(
-        self,
-        fragment: int,
-        version: int,
-        body: RoundBody | None,
-        *,
-        digest: bytes = b"",
-        patience_ns: int = 0,
+        self, fragment: int, version: int, body: RoundBody | None, *, digest: bytes = b"", patience_ns: int = 0
     ) -> None:
         """Request a payload (`body` given) or the state at `version`. Repeating it changes nothing.
 
         A fetch in flight for the same fragment is left to end first: it may bring the same bytes.
 
-        Args:
-            digest: of the state, as the ledger names it.
-            patience_ns: it may come without a request within this time from the next `pump` on.
+        digest: of the state. patience_ns: it may come without a request within this time from the next `pump` on.
         """
         current = self.pending.get(fragment)
         digest = digest if body is None else body.payload_digest
@@ -112,9 +104,7 @@ class Fetches:
     def on_end(self, fragment: int, *, version: int, is_state: bool) -> None:
         """A payload or a state was stored; if it was fetched, the fetch is over."""
         current = self.pending.get(fragment)
-        if current is None or (current.body is None) != is_state:
-            return
-        if version == current.version:
+        if current is not None and (current.version, current.body is None) == (version, is_state):
             del self.pending[fragment]
 
     def on_failure(self, peer: str, fragment: int, reason: str, *, now_ns: int) -> None:
@@ -131,8 +121,8 @@ class Fetches:
         cause = f"{peer} could not send it: {reason}"
         if reason in GONE:
             # Usual while the ledger catches up: what it names by now is older than what its senders keep.
-            kind = "state" if current.body is None else "payload"
-            cause = f"{peer} does not have this {kind}: another region is asked, or a newer state is fetched instead"
+            remedy = "another region is asked, or a newer state is fetched instead"
+            cause = f"{peer} does not have this {current.kind}: {remedy}"
         self._effects.note("fetch", cause, fragment=fragment, version=current.version)
         if set(current.failed) >= set(self._others):
             current.failed.clear()
@@ -171,12 +161,9 @@ class Fetches:
         )
 
     def pump(self, *, leader: str, alive: Sequence[str], now_ns: int, witness: str = "") -> None:
-        """Start what may be started.
+        """Start what may be started, from the regions that are alive.
 
-        Args:
-            leader: asked first of those that send as little; empty if there is none.
-            alive: regions that can be asked at all.
-            witness: asked last, and for payloads alone; empty if there is none.
+        leader: asked first of those that send as little. witness: asked last, and for payloads alone. Empty: none.
         """
         self._others = self._members
         if leader not in ("", self._region, *self._members):
@@ -225,9 +212,8 @@ class Fetches:
     def _start(self, fragment: int, current: _Fetch) -> None:
         body = current.body
         if body is None:
-            kind = "state"
             self._effects.emit(FetchState(current.peer, fragment, current.version, current.digest))
         else:
-            kind = "payload"
             self._effects.emit(FetchPayload(current.peer, fragment, body.version, body.payload_digest, body.stripes))
-        self._effects.note("fetch", f"{kind} from {current.peer}", fragment=fragment, version=current.version)
+        text = f"{current.kind} from {current.peer}"
+        self._effects.note("fetch", text, fragment=fragment, version=current.version)

@@ -6,11 +6,9 @@ from __future__ import annotations
 class InitialDigests:
     """Per fragment the digest of the Theta_0 on disk, whether genesis names it or another.
 
-    The own learner lays down a whole one, and a genesis names a whole one, which is fetched fragment by fragment. Where
-    that ends half-way, the disk has a model that nobody trained.
+    It is fetched fragment by fragment. Where that ends half-way, the disk has a model that nobody trained.
 
-    Attributes:
-        named: of the genesis that was fetched for last, or lies in the ledger; empty: there was none.
+    named: of the genesis that was fetched for last, or lies in the ledger; empty: there was none.
     """
 
     def __init__(self, fragments: int) -> None:

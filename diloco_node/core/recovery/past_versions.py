@@ -23,10 +23,8 @@ from diloco_node.core.types import Entry, GenesisBody, RoundBody
 class PastVersion:
     """The run at the entry with which its last fragment got to a version.
 
-    Attributes:
-        number: N, the lowest version of a fragment.
-        versions: per fragment, N or later.
-        step: of the median learner, by the steps that were booked until then. tokens: merged, mean over the fragments.
+    number: N, the lowest version of a fragment. versions: per fragment, N or later.
+    step: of the median learner, by the steps that were booked until then. tokens: merged, mean over the fragments.
     """
 
     number: int

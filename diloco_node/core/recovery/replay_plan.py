@@ -1,5 +1,4 @@
-"""The part of a run that can be computed again from a region's files: from which versions, by which rounds, to which
-digests."""
+"""The part of a run that can be computed again from a region's files: from what, by which rounds, to which digests."""
 
 from __future__ import annotations
 
@@ -12,13 +11,11 @@ from diloco_node.core.types import Entry, ExtendedBody, FinishedBody, GenesisBod
 
 @dataclass(frozen=True, slots=True)
 class FragmentReplay:
-    """How one fragment comes to its last version.
+    """How one fragment comes to its last version, by the rounds after a start.
 
-    Attributes:
-        start: version of the state that it begins with; 0 is Theta_0. -1: there is no way.
-        rounds: of the versions after it, in order.
-        digests: that the ledger names for versions from `start` on.
-        lack: what is missing for an earlier start; empty if that is version 0.
+    start: version of the state that it begins with; 0 is Theta_0. -1: there is no way.
+    digests: that the ledger names for versions from `start` on.
+    lack: what is missing for an earlier start; empty if that is version 0.
     """
 
     fragment: int
@@ -55,10 +52,8 @@ def plan_replay(
 
     A state counts as a start only if the ledger names its digest: what comes of it is checked from the first byte on.
 
-    Args:
-        summary: of what is before `entries`; None: nothing is.
-        states: per fragment the versions on disk.
-        payloads: (fragment, version, digest) on disk.
+    summary: of what is before `entries`; None: nothing is. states: per fragment the versions on disk.
+    payloads: (fragment, version, digest) on disk.
     """
     rounds, digests = rounds_of(entries, len(states)), digests_of(genesis, summary, entries)
     last = [0] * len(states) if summary is None else list(summary.versions)

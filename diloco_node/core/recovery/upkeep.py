@@ -12,14 +12,7 @@ from diloco_node.core.recovery.compaction import Compaction
 from diloco_node.core.recovery.digest_watch import DigestWatch
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.context import RoundContext
-from diloco_node.core.types import (
-    Entry,
-    EntryBody,
-    GenesisBody,
-    RoundBody,
-    SnapshotBody,
-    SummaryBody,
-)
+from diloco_node.core.types import Entry, EntryBody, GenesisBody, RoundBody, SnapshotBody
 
 LEARNT_PER_CALL: Final = 64
 """Entries that `learn` reads in one call, as many as are applied in one."""
@@ -97,11 +90,8 @@ class Upkeep:
             self.digests.forget(snapshot.fragment)
 
     def proposals(self, there: Container[str]) -> list[EntryBody]:
-        """As leader: snapshots that a majority agrees on, and the newest sum, for the ledger; once in each term.
-
-        Args:
-            there: the regions that are.
-        """
+        """As leader: snapshots that a majority of the regions that are there agrees on, and the newest sum; once in
+        each term."""
         if self._versions.healing:
             return []
         bodies: list[EntryBody] = []
@@ -111,7 +101,7 @@ class Upkeep:
                 self._proposed[body.fragment] = name
                 self._effects.note("snapshot", body.digest.hex(), fragment=body.fragment, version=body.version)
                 bodies.append(body)
-        summary: SummaryBody | None = self.compaction.proposal()
+        summary = self.compaction.proposal()
         return [*bodies, summary] if summary is not None else bodies
 
     @property

@@ -1,11 +1,10 @@
 """Versions of each fragment that this region holds: on disk, in memory, and offered to its learner.
 
-Payloads and states on disk let an entry be acknowledged. Entries are applied in order per fragment, one at a time;
-different fragments go in parallel. Applied versions are offered to the learner.
+Payloads and states on disk let an entry be acknowledged. Entries are applied in order per fragment, one at a time.
 
-States are fetched at a snapshot of the ledger only, and so are they healed. Where an own state is not what the ledger
-names, its files are set aside, the snapshot's state is fetched, and the payloads after it are applied. Until that state
-is on the disk no further round of the fragment is acknowledged.
+States are fetched at a snapshot of the ledger only. Where an own state is not what the ledger names, its files are set
+aside, the snapshot's state is fetched, and the payloads after it are applied. Until then no further round of the
+fragment is acknowledged.
 """
 
 from __future__ import annotations
@@ -32,12 +31,10 @@ MISSING_ROUNDS: Final = PAYLOADS_RATHER_MAX + 2
 
 @dataclass(slots=True)
 class _Healing:
-    """A fragment whose own state is not what the ledger names.
+    """A fragment whose own state is not what the ledger names. version: own states are wrong from here on.
 
-    Attributes:
-        version: own states are wrong from here on.
-        reached: up to here this region has said that it can produce the fragment; that can't be taken back.
-        is_ordered, is_aside: its files are to be renamed; they are.
+    reached: up to here this region has said that it can produce the fragment; that can't be taken back.
+    is_ordered, is_aside: its files are to be renamed; they are.
     """
 
     version: int
@@ -49,11 +46,7 @@ class _Healing:
 class Versions:
     """Follows the ledger with this region's parameters and momentum, and its learner with offers.
 
-    Each applied version is offered once to each attached learner, and never an older one than it has.
-
-    Attributes:
-        applied: per fragment the version in memory; -1 before there is one.
-        states: per fragment the newest version whose state is on disk; -1: none.
+    applied: per fragment the version in memory. states: per fragment the newest version on disk. -1: none.
     """
 
     def __init__(
@@ -80,7 +73,7 @@ class Versions:
         self.initial = InitialDigests(fragments)
         # Snapshots that are known to be committed, before the history takes them if the own disk is behind.
         self._known = Snapshots(fragments)
-        # Per fragment the committed rounds after its older snapshot, by version: they follow a fetched state.
+        # Per fragment the committed rounds that are not applied, or follow its older snapshot, by version.
         self._rounds: list[dict[int, RoundBody]] = [{} for _ in range(fragments)]
         # Fragments whose state here is wrong, until a right one is fetched and in its place.
         self._healing: dict[int, _Healing] = {}
@@ -89,8 +82,6 @@ class Versions:
         self._base_versions = [0] * fragments
         # Fragments with a new snapshot, so that files may have become useless; empty after each `pump`.
         self._prunable: set[int] = set()
-        # Per fragment the committed rounds that are not applied, by version without a gap.
-        self._queues: list[deque[RoundBody]] = [deque() for _ in range(fragments)]
         # Per fragment the version that is being applied; None: none is. Never two at once.
         self._busy: list[int | None] = [None] * fragments
         # Committed entries from the first one that is not applied, and the index of the one before it.
@@ -118,7 +109,7 @@ class Versions:
         """Return how an entry's norms differ from those of its payload here; empty if nothing says that they do."""
         if not isinstance(body, RoundBody):
             return ""
-        norms = self._payloads.get((body.fragment, body.version, body.payload_digest), ())
+        norms = self._payloads.get(_name(body), ())
         for piece, (claim, square) in enumerate(zip(body.squared_norms, norms, strict=False)):
             if not is_same_norm(claim, square):
                 return f"piece {piece} of its payload has the squared norm {square:.6g}, it says {claim:.6g}"
@@ -126,8 +117,8 @@ class Versions:
 
     def believe(self, body: EntryBody) -> None:
         """Take an entry's word for its norms: a majority did."""
-        if isinstance(body, RoundBody) and (body.fragment, body.version, body.payload_digest) in self._payloads:
-            self._payloads[body.fragment, body.version, body.payload_digest] = ()
+        if isinstance(body, RoundBody) and _name(body) in self._payloads:
+            self._payloads[_name(body)] = ()
 
     def state_stored(self, fragment: int, version: int, digest: bytes) -> None:
         """A fetched state is on disk: what the ledger names."""
@@ -137,8 +128,6 @@ class Versions:
                 return  # it may be renamed with the wrong ones: it is fetched again
             del self._healing[fragment]
             self.applied[fragment] = -1
-            after = sorted(body.version for body in self._rounds[fragment].values() if body.version > version)
-            self._queues[fragment] = deque(self._rounds[fragment][version_after] for version_after in after)
         if version == 0:
             self.initial.put(fragment, digest, is_fetched=True)
         self.states[fragment] = max(self.states[fragment], version)
@@ -171,9 +160,8 @@ class Versions:
         body = entry.body
         self._unapplied.append(entry)
         if isinstance(body, RoundBody):
-            self._queues[body.fragment].append(body)
             self._rounds[body.fragment][body.version] = body
-        elif isinstance(body, SnapshotBody) and 0 <= body.fragment < len(self.applied):
+        elif isinstance(body, SnapshotBody):
             self._forget(body.fragment)
 
     def begin_at(self, index: int) -> None:
@@ -182,15 +170,15 @@ class Versions:
         self._known.restore(self._history.snapshots.all())
         self._unapplied.clear()
         for fragment, version in enumerate(self._base_versions):
-            self._queues[fragment] = deque(body for body in self._queues[fragment] if body.version > version)
+            self._keep_rounds(fragment, version)
 
     def has_base(self) -> bool:
         """Whether this region's disk can produce every fragment as it was at the ledger's base, or later."""
         return self._base_index == 0 or not any(self._lacks_base(fragment) for fragment in range(len(self.states)))
 
     def has_states(self, versions: Sequence[int]) -> bool:
-        """Whether each fragment's state is on disk here at this version or a later one, and a snapshot of the ledger
-        as new is there for the others: no entry of an earlier round is needed any more."""
+        """Whether no round before these versions is needed any more: later states are on disk here, and in the ledger
+        for the others."""
         return not self._healing and all(
             state >= version
             and (snapshot := self._history.snapshots.newest(fragment)) is not None
@@ -201,9 +189,7 @@ class Versions:
     def heal(self, snapshot: SnapshotBody, *, version_reached: int) -> None:
         """The ledger has another digest of an own state: set it aside and fetch it.
 
-        Args:
-            version_reached: the newest round of the fragment in this region's log: up to there it has been
-                acknowledged.
+        version_reached: the newest round of the fragment in this region's log: up to there it has been acknowledged.
         """
         fragment = snapshot.fragment
         before = self._healing.get(fragment)
@@ -220,7 +206,7 @@ class Versions:
         )
 
     def states_renamed(self, fragment: int) -> None:
-        """The effect is done."""
+        """The wrong states are set aside."""
         if fragment in self._healing:
             self._healing[fragment].is_aside = True
             self.states[fragment] = -1
@@ -235,7 +221,7 @@ class Versions:
         """Something is to be fetched that no entry of the log waits for."""
         if self._healing or not self.has_base():
             return True
-        return any(queue and self._is_starving(fragment) for fragment, queue in enumerate(self._queues))
+        return any(rounds and self._is_starving(fragment) for fragment, rounds in enumerate(self._rounds))
 
     def learner_attached(self, status: LearnerStatus | None) -> None:
         """A learner is there (again), or gone: what was offered before may be lost with the connection."""
@@ -282,8 +268,7 @@ class Versions:
                 return body.version <= healing.reached
             # What is applied was on disk; its payload may be pruned since, behind a checkpoint of this region.
             newest = max(self.states[body.fragment], self.applied[body.fragment])
-            is_here = (body.fragment, body.version, body.payload_digest) in self._payloads
-            return newest >= body.version or (is_here and not self.payload_fault(body))
+            return newest >= body.version or (_name(body) in self._payloads and not self.payload_fault(body))
         return True
 
     def has_stored(self, fragment: int, version: int, digest: bytes) -> bool:
@@ -326,7 +311,7 @@ class Versions:
     def pump(self) -> None:
         """Start every apply that may start, and let go of what nobody needs any more."""
         for fragment, busy in enumerate(self._busy):
-            has_news = self._queues[fragment] or self.states[fragment] > self.applied[fragment] or self._healing
+            has_news = self._next_round(fragment) or self.states[fragment] > self.applied[fragment] or self._healing
             if busy is None and has_news:
                 self._advance(fragment)
         for fragment in sorted(self._prunable):
@@ -355,16 +340,16 @@ class Versions:
             digests = self._lacking_initial(genesis)
             initial |= {fragment: digest for fragment, digest in digests.items() if self.applied[fragment] < 0}
         for fragment in range(len(self.states)):
-            if not lacking.get(fragment) and self._is_starving(fragment):
-                lacking[fragment] = [self._queues[fragment][0]]
+            next_round = self._next_round(fragment)
+            if next_round is not None and fragment not in lacking and self._is_starving(fragment):
+                lacking[fragment] = [next_round]
             self._plan_fragment(fragment, initial.get(fragment, b""), lacking.get(fragment, []), fetches)
 
     def _recover(self, recovery: Recovered) -> None:
         """A state from version 1 on was committed once, so it can be used before a leader is known.
 
-        Version 0 may be Theta_0 of a genesis that never was: it counts if the ledger on disk holds its genesis, for
-        says which bytes it must be. The ledger on disk is asked for later versions, too: an uncommitted snapshot in it
-        was agreed on all the same, and if it was wrong the state is fetched for nothing.
+        Version 0 may be Theta_0 of a genesis that never was: it counts if the ledger on disk holds its genesis. An
+        uncommitted snapshot there was agreed on all the same; if it was wrong the state is fetched for nothing.
         """
         bodies = [entry.body for entry in recovery.entries]
         genesis = self._history.genesis or next((body for body in bodies if isinstance(body, GenesisBody)), None)
@@ -377,11 +362,8 @@ class Versions:
             self.begin_at(recovery.base.index)
         for fragment, version in enumerate(self.states):
             snapshot = snapshots.get((fragment, version))
-            is_wrong = (
-                snapshot is not None
-                and recovery.state_digests != ()
-                and (recovery.state_digests[fragment] != snapshot.digest)
-            )
+            digests = recovery.state_digests[fragment : fragment + 1]  # none: they are unknown
+            is_wrong = snapshot is not None and digests not in ((), (snapshot.digest,))
             if snapshot is not None and is_wrong and version >= 1:
                 self.states[fragment] = -1
                 self.heal(snapshot, version_reached=-1)
@@ -399,9 +381,8 @@ class Versions:
         oldest = self._history.snapshots.oldest(fragment)
         if oldest is None or fragment in self._healing:
             return
-        rounds = self._rounds[fragment]
-        self._rounds[fragment] = {version: rounds[version] for version in rounds if version > oldest.version}
         keep_from = min(oldest.version, self.applied[fragment])
+        self._keep_rounds(fragment, keep_from)
         for payload in [payload for payload in self._payloads if payload[0] == fragment and payload[1] <= keep_from]:
             del self._payloads[payload]
 
@@ -419,14 +400,19 @@ class Versions:
 
     def _is_starving(self, fragment: int) -> bool:
         """Whether the next round to apply is committed, and its payload is not here."""
-        queue, version_applied = self._queues[fragment], self.applied[fragment]
-        if self._busy[fragment] is not None or not queue or fragment in self._healing:
+        body = self._next_round(fragment)
+        if body is None or self._busy[fragment] is not None or fragment in self._healing:
             return False
-        body = queue[0]
-        is_next = (
-            version_applied >= 0 and body.version == version_applied + 1 and self.states[fragment] <= version_applied
-        )
-        return is_next and (fragment, body.version, body.payload_digest) not in self._payloads
+        return self.states[fragment] <= self.applied[fragment] and _name(body) not in self._payloads
+
+    def _next_round(self, fragment: int) -> RoundBody | None:
+        """The committed round after the version in memory; None: there is no such round, or no version."""
+        return self._rounds[fragment].get(self.applied[fragment] + 1)
+
+    def _keep_rounds(self, fragment: int, after: int) -> None:
+        """Let go of the rounds up to a version."""
+        rounds = self._rounds[fragment]
+        self._rounds[fragment] = {version: body for version, body in rounds.items() if version > after}
 
     def _lacking_initial(self, body: GenesisBody) -> dict[int, bytes]:
         """Fragments whose Theta_0 is not on disk here, with the digest that genesis names."""
@@ -446,25 +432,19 @@ class Versions:
                 healing.is_ordered = True
                 self._effects.emit(SetStatesAside(fragment, healing.version))
             return
-        queue, version_applied, state = self._queues[fragment], self.applied[fragment], self.states[fragment]
-        while queue and queue[0].version <= version_applied:
-            queue.popleft()
-        genesis = self._history.genesis
+        version_applied, state, genesis = self.applied[fragment], self.states[fragment], self._history.genesis
         is_of_run = genesis is not None and self._has_initial(fragment, genesis)
         if version_applied < state <= self._history.versions[fragment] and is_of_run:
             self._busy[fragment] = state
             self._effects.emit(AdoptState(fragment, state))
-        elif queue and version_applied >= 0 and queue[0].version == version_applied + 1:
-            body = queue[0]
-            if (fragment, body.version, body.payload_digest) in self._payloads:
-                self._busy[fragment] = body.version
-                self._effects.emit(ApplyVersion(body))
+        elif (body := self._next_round(fragment)) is not None and _name(body) in self._payloads:
+            self._busy[fragment] = body.version
+            self._effects.emit(ApplyVersion(body))
 
     def _is_behind(self, fragment: int) -> bool:
         """Whether the payload of the next committed version is on disk here, so that it is applied at once."""
-        body = self._rounds[fragment].get(self.applied[fragment] + 1)
-        is_here = body is not None and (fragment, body.version, body.payload_digest) in self._payloads
-        return is_here and fragment not in self._healing
+        body = self._next_round(fragment)
+        return body is not None and _name(body) in self._payloads and fragment not in self._healing
 
     def _is_applied(self, entry: Entry) -> bool:
         if isinstance(entry.body, GenesisBody):
@@ -498,3 +478,8 @@ class Versions:
         fragment = lacking[0].fragment
         are_many = len(lacking) > PAYLOADS_RATHER_MAX and not fetches.is_refused(fragment, snapshot.version)
         return are_many or fetches.is_gone(fragment, lacking[0].version)
+
+
+def _name(body: RoundBody) -> tuple[int, int, bytes]:
+    """Return the name of an entry's payload: fragment, version, digest."""
+    return body.fragment, body.version, body.payload_digest

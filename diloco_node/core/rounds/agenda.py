@@ -23,7 +23,6 @@ from diloco_node.core.types import NO_STEPS, ExtendedBody, FinishedBody, RunSett
 WAIT_NOTE_NS: Final = 2_000_000_000
 """How long nothing was opened when the reason goes into the log; status shows it at once."""
 
-
 READY_STEPS: Final = 4
 """Steps that late members get to be ready for the last round of a fragment."""
 
@@ -38,8 +37,8 @@ longer do the last rounds wait for learners that evaluate or save: one that hang
 SHARE_MIN_PART: Final = 32
 """A run ends by tokens only if the median live learner has at least one 32nd of its fair share of them.
 
-So no single learner ends the run with a huge count. Among four regions, one may train 125 times as much as each other
-before this rule delays the end: for instance with eight times the batch at sixteen times the speed.
+So no single learner ends the run with a huge count. One of four may train 125 times as much as each other before this
+rule delays the end.
 """
 
 REASON_CHARACTERS_MAX: Final = 200
@@ -48,15 +47,14 @@ REASON_CHARACTERS_MAX: Final = 200
 
 @dataclass(slots=True)
 class Ending:
-    """The run is being closed by this leader.
+    """The run is being closed by this leader. reason: what ended it, in words.
 
-    Attributes:
-        reason: what ended it, in words. pending: fragments whose last round is not committed (or given up).
-        ready_by_ns: until then a last round waits for every live learner, afterwards it takes those that can.
-        ready_ns: how long that is. pauses_until_ns: no pause of a learner is waited for after that.
-        turns: per fragment, since when its last round could be held, and the longest first ballot of its rounds.
-        waits: per fragment the learners whose pause its last round waits for.
-        excused: fragments whose ballot was abandoned for learners that may have paused, though it is not sure yet.
+    pending: fragments whose last round is not committed (or given up).
+    ready_by_ns: until then a last round waits for every live learner, afterwards it takes those that can.
+    ready_ns: how long that is. pauses_until_ns: no pause of a learner is waited for after that.
+    turns: per fragment, since when its last round could be held, and the longest first ballot of its rounds.
+    waits: per fragment the learners whose pause its last round waits for.
+    excused: fragments whose ballot was abandoned for learners that may have paused, though it is not sure yet.
     """
 
     reason: str
@@ -149,10 +147,7 @@ class Agenda:
         self._finish_ordered = self._finish_ordered or reason[:REASON_CHARACTERS_MAX] or "an operator asked for the end"
 
     def on_abandon(self, fragment: int, *, now_ns: int) -> None:
-        """Let the fragment of an abandoned round rest for a heartbeat.
-
-        Members that decline at once would otherwise decline for ever, in one event.
-        """
+        """Let the fragment rest for a heartbeat: members that decline at once would decline for ever, in one event."""
         self._resting[fragment] = now_ns + self._history.settings.heartbeat_ns
 
     def on_commit(self, round_: OpenRound, *, now_ns: int) -> None:
@@ -223,12 +218,9 @@ class Agenda:
             if not reason:
                 return False
             timing = self.opener.timing(self._eligibility.reachability(now_ns=now_ns))
+            settings, step_time_ns = self._history.settings, timing.step_time_ns
             self._ending = begin_ending(
-                self._history.settings,
-                reason,
-                fragments=self._fragments,
-                step_time_ns=timing.step_time_ns,
-                now_ns=now_ns,
+                settings, reason, fragments=self._fragments, step_time_ns=step_time_ns, now_ns=now_ns
             )
             self._effects.note("ending", f"{reason}: one last round per fragment")
         return self._ending is not None

@@ -51,13 +51,7 @@ def encoded_bytes(fragment: Fragment, codec: Codec) -> int:
 
 
 def ballot_deadline(
-    *,
-    minimum_ns: int,
-    attempt: int,
-    step_time_ns: int,
-    rtt_ns: int,
-    transfer_bytes: int,
-    rate_bytes_per_s: int,
+    *, minimum_ns: int, attempt: int, step_time_ns: int, rtt_ns: int, transfer_bytes: int, rate_bytes_per_s: int
 ) -> Deadline:
     """Decide when to give up on a ballot.
 
@@ -139,9 +133,16 @@ class BallotClock:
     def first_deadline(
         self, fragment: int, members: tuple[str, ...], stripes: tuple[Stripe, ...], failed_probes: Sequence[int]
     ) -> Deadline:
-        """Return the deadline of a round's first ballot. failed_probes: of each suspect that it tries."""
-        deadline = self.deadline(fragment, members, stripes, attempt=0)
-        return self.probe_deadline(fragment, deadline, max(failed_probes)) if failed_probes else deadline
+        """Return the deadline of a round's first ballot: short if it tries suspects, at little cost to the others.
+
+        failed_probes: of each suspect that it tries, one after the other. The deadline doubles with every second of
+        them, so a region that is slow and not broken gets there in the end.
+        """
+        full = self.deadline(fragment, members, stripes, attempt=0)
+        if not failed_probes:
+            return full
+        duration_ns = min(full.duration_ns, self.patience_ns(fragment) << max(failed_probes) // 2)
+        return Deadline(duration_ns, f"{duration_ns / NS_PER_S:.3g} s to try who is in doubt, of {full.derivation}")
 
     def patience_ns(self, fragment: int) -> int:
         """Return how long the others wait for a single region: a suspect on trial, or a leader without the payload."""
@@ -149,15 +150,6 @@ class BallotClock:
         if not usual_ns:
             return self._context.settings.ballot_deadline_min_ns
         return max(PROBE_HEARTBEATS * self._context.settings.heartbeat_ns, PROBE_MARGIN * usual_ns)
-
-    def probe_deadline(self, fragment: int, full: Deadline, failed_probes: int) -> Deadline:
-        """Return the short deadline of a ballot that tries a suspect: it is to cost the others little.
-
-        full: the deadline without a suspect; never exceeded. failed_probes: of this region, one after the other. The
-        deadline doubles with every second of them, so a region that is slow and not broken gets there in the end.
-        """
-        duration_ns = min(full.duration_ns, self.patience_ns(fragment) << failed_probes // 2)
-        return Deadline(duration_ns, f"{duration_ns / NS_PER_S:.3g} s to try who is in doubt, of {full.derivation}")
 
     def _believed_rate(self, members: tuple[str, ...], stripes: tuple[Stripe, ...], measured: int) -> int:
         """Return one round's part of the slowest reported budget, if less than the measured or assumed rate; else that.

@@ -1,9 +1,7 @@
 """Limits, in every region, on the claims of any region's learner: tokens, steps, the number of its incarnation.
 
-`daemon.learner.counter_check` is for the own learner's counters, beside its process.
-
-The limits are far beyond the differences between regions. They keep one wrong number from outweighing all others, and
-from being booked for good.
+They are far beyond the differences between regions, and keep one wrong number from outweighing all others, and from
+being booked for good. `daemon.learner.counter_check` is for the own learner's counters.
 """
 
 from __future__ import annotations

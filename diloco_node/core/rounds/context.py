@@ -13,14 +13,9 @@ from diloco_node.core.types import RunSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundContext:
-    """Shared by all parts of one region core. History, liveness and effects change during the run, but are never
-    replaced.
+    """Shared by all parts of one region core. History, liveness and effects change, but are never replaced.
 
-    Attributes:
-        region: this one. manifest: of the model.
-        history: the committed past. liveness: who is there, and the learners' reports.
-        effects: where messages and notes go.
-        secret: of this process, at random: whoever knows it knows this region's nonces (`audit_draw`).
+    secret: of this process, at random: whoever knows it knows this region's nonces (`audit_draw`).
     """
 
     region: str

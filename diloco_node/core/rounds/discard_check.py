@@ -1,16 +1,14 @@
 """Steps that a leader books as lost, compared with what their region tells.
 
 An honest leader books what the region itself has reported, and the region reports it to all. So the entry waits until
-this region has that report: who has just started, and has heard nothing, vouches for nobody. A heartbeat that speaks
-against it may be older than the entry; one that answers a heartbeat sent later from here refuses the leader. A region
-knows at once how far its own learner came.
+this region has that report. A heartbeat that speaks against it may be older than the entry; one that answers a
+heartbeat sent later from here refuses the leader.
 
 A region may die right after its report, and an entry that only some can bear out would hold up all others. So each
 voter passes the report on to the leader, which books once a majority has it.
 
 A region may tell each of the others something else, and have an honest leader refused. So its reports count against
-one leader only. It may also be gone for good: then an entry that too few can bear out is taken after a while. If its
-learner was seen to train meanwhile, and it never reported that, the leader is refused.
+one leader only. It may also be gone for good: then an entry that too few can bear out is taken after a while.
 """
 
 from __future__ import annotations
@@ -109,8 +107,7 @@ class DiscardCheck:
     def _has_passed(self, body: DiscardedBody) -> bool:
         """Whether the living learner says of itself that it goes on right behind these steps, and these tokens.
 
-        Its region may not report them again: it has started anew, and does not know yet that the version which ended
-        them is committed. The account before the entry says that they are in no merge.
+        Its region may not report them again: it has started anew, and does not know yet what is committed.
         """
         status = self._liveness.learner(body.learner)
         if status is None or status.incarnation != body.incarnation:

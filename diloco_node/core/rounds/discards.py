@@ -21,11 +21,9 @@ DEATHS_AT_ONCE: Final = 2
 
 
 class DiscardReporter:
-    """Finds the lost steps of this region's learner: those of dead incarnations, and those that a living one threw
-    away, under `overwrite` or after an absence so long that they were not worth carrying.
+    """Finds the lost steps of this region's learner: of dead incarnations, and what a living one threw away.
 
-    Attributes:
-        ended: steps of each incarnation that has ended.
+    ended: steps of each incarnation that has ended.
     """
 
     def __init__(self, context: RoundContext) -> None:
@@ -48,8 +46,7 @@ class DiscardReporter:
         self._learner = status
 
     def has_news(self) -> bool:
-        """Whether the learner threw steps away since the last call. Its next contribution waits until they are
-        booked."""
+        """Whether the learner threw steps away since the last call: its next contribution waits for their booking."""
         if self._learner is None:
             return False
         marks = frozenset((body.fragment, body.step_to) for body in self._overwritten(self._learner))
@@ -82,8 +79,7 @@ class DiscardReporter:
     def overbooked(self) -> str:
         """Describe lost steps in the ledger that the living learner has not made; empty if there are none.
 
-        A leader lied while this region could not object. This incarnation's steps are not merged in that fragment any
-        more.
+        A leader lied while this region could not object, and the steps of this incarnation are merged no more.
         """
         if (learner := self._learner) is None:
             return ""
@@ -149,7 +145,7 @@ class DiscardDesk:
     def accept(self, body: DiscardedBody, *, now_ns: int) -> bool:
         """Count an interval as booked if it may go into the log now; return whether it may.
 
-        The caller has checked that no open round includes the learner.
+        The caller has checked that there is such a fragment, and that no open round includes the learner.
         """
         seconds = (now_ns - self._earned_at_ns) // NS_PER_S
         if seconds > 0:
@@ -162,7 +158,7 @@ class DiscardDesk:
         newest = self._history.account.newest_incarnation(body.learner)
         if not is_plausible_incarnation(body.incarnation, newest) or body.step_to > STEPS_MAX:
             return False
-        if self._history.discard_fault(body):
+        if self._history.account.fault(body):
             return False
         self._spent[body.learner] = self._spent.get(body.learner, 0) + 1
         self._booking.add(_booking_key(body))

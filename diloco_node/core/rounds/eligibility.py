@@ -7,13 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.schedule import MovingAverage, believed_step_time_ns
 from diloco_node.core.rounds.claim_limits import is_plausible_incarnation
 from diloco_node.core.rounds.context import RoundContext
-from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.suspicion import BallotRole, SuspicionBook
-from diloco_node.core.types import LearnerStatus
 
 STALLED_STEPS: Final = 8
 """A learner that made no step for this many of its usual steps is not waited for; its work is carried over."""
@@ -41,90 +38,15 @@ ones lacks these too."""
 
 @dataclass(frozen=True, slots=True)
 class Reachability:
-    """The regions that the leader can work with.
+    """The regions that the leader can work with, sorted.
 
-    Attributes:
-        reachable: regions that hear the leader and are heard by it; the leader too. Sorted.
-        reducers: reachable regions that reach every other reachable one. Sorted, never empty.
-        learners: reachable regions with a learner that steps. Sorted.
+    reachable: they hear the leader and are heard by it; the leader too. learners: those with a learner that steps.
+    reducers: reachable regions that reach every other reachable one; never empty.
     """
 
     reachable: tuple[str, ...]
     reducers: tuple[str, ...]
     learners: tuple[str, ...]
-
-
-def assess_reachability(
-    leader: str,
-    regions: tuple[str, ...],
-    liveness: Liveness,
-    *,
-    now_ns: int,
-    exclude: Collection[str] = (),
-    left_out: Collection[str] = (),
-) -> Reachability:
-    """Find the regions that are there, those that can reduce, and those whose learner steps.
-
-    If two regions do not reach each other, neither reduces, so that both stay members: full membership is worth more
-    than one more reducer.
-
-    exclude: regions that must not reduce. left_out: learners that are not asked. Both hold unless nobody else is left.
-    """
-    reachable = tuple(sorted(name for name in regions if liveness.reaches(name, now_ns=now_ns)))
-    central = liveness.central_regions(reachable)
-    reducers = tuple(name for name in central if name not in exclude) or tuple(central) or (leader,)
-    step_times_ns = _step_times_ns(regions, liveness)
-    learners = tuple(name for name in reachable if _steps(name, liveness, step_times_ns, now_ns=now_ns))
-    asked = tuple(name for name in learners if name not in left_out)
-    return Reachability(reachable, reducers, asked or learners)
-
-
-def _step_times_ns(regions: Sequence[str], liveness: Liveness) -> list[int]:
-    return [status.step_time_ns for name in regions if (status := liveness.learner(name)) is not None]
-
-
-def _steps(region: str, liveness: Liveness, step_times_ns: Sequence[int], *, now_ns: int) -> bool:
-    """Whether a region's learner is waited for. step_times_ns: of all learners."""
-    status = liveness.learner(region)
-    if status is None or status.finished:
-        return False
-    stepped_at_ns = liveness.stepped_at_ns(region)
-    step_time_ns = believed_step_time_ns(status.step_time_ns, step_times_ns)
-    limit_ns = max(STALLED_NS_MIN, STALLED_STEPS * step_time_ns, LEAVING_NS if status.leaving else 0)
-    return stepped_at_ns is not None and now_ns - stepped_at_ns <= limit_ns
-
-
-def member_fault(
-    region: str,
-    status: LearnerStatus,
-    fragment: int,
-    history: RoundHistory,
-    *,
-    incarnation_min: int,
-    is_recent: bool,
-) -> str:
-    """Return why a live learner can't join the next round of a fragment, by its report; empty if it can.
-
-    The contribution itself is judged again when it comes (`RoundHistory.contribution_fault`).
-
-    Args:
-        incarnation_min: older incarnations of the learner are over.
-        is_recent: the last version was committed so recently that the report may just be older than its apply and the
-            steps after it. The member knows better: it takes its snapshot after the apply, and declines without steps.
-    """
-    position = status.positions[fragment]
-    last = history.last_version(region, fragment)
-    if status.incarnation < incarnation_min:
-        return "its incarnation is over"
-    if position.base_version < 0:
-        return "has no version yet"
-    if is_recent:
-        return ""
-    if position.base_version < last:
-        return f"has not applied version {last}, which includes it"
-    if status.step <= history.covered_step(region, status.incarnation, fragment):
-        return "no steps since its last inclusion"
-    return ""
 
 
 class Eligibility:
@@ -188,21 +110,40 @@ class Eligibility:
         return self._incarnations.get(learner, 0)
 
     def reachability(self, *, now_ns: int, exclude: Collection[str] = (), probe: str = "") -> Reachability:
-        """Assess the regions: suspended ones are left out, except the one to probe.
+        """Find the regions that are there, those that can reduce, and those whose learner steps.
 
-        Those that are behind or stop don't reduce.
+        Suspended ones are left out, except the one to probe, and those that are behind or stop don't reduce. If two
+        regions do not reach each other, neither reduces, so that both stay members: full membership is worth more than
+        one more reducer. All of this holds unless nobody else is left.
+
+        exclude: regions that must not reduce.
         """
-        reducers = self._book.suspensions(BallotRole.REDUCER, probe=probe, now_ns=now_ns)
-        behind = (name for name in self._context.regions if self.is_behind(name, now_ns=now_ns))
-        daemons_that_stop = (name for name in self._liveness.others if self._liveness.has_left(name))
-        return assess_reachability(
-            self._region,
-            tuple(name for name in self._context.regions if name != self.region_to_remove),
-            self._liveness,
-            now_ns=now_ns,
-            exclude={*exclude, *reducers, *behind, *daemons_that_stop},
-            left_out=self._book.suspensions(BallotRole.MEMBER, probe=probe, now_ns=now_ns),
-        )
+        regions = tuple(name for name in self._context.regions if name != self.region_to_remove)
+        reachable = tuple(name for name in regions if self._liveness.reaches(name, now_ns=now_ns))
+        central = self._liveness.central_regions(reachable)
+        exclusions = {
+            *exclude,
+            *self._book.suspensions(BallotRole.REDUCER, probe=probe, now_ns=now_ns),
+            *(name for name in self._context.regions if self.is_behind(name, now_ns=now_ns)),
+            *(name for name in self._liveness.others if self._liveness.has_left(name)),  # daemons that stop
+        }
+        reducers = tuple(name for name in central if name not in exclusions) or tuple(central) or (self._region,)
+        step_times_ns = self._step_times_ns(regions)
+        learners = tuple(name for name in reachable if self._steps(name, step_times_ns, now_ns=now_ns))
+        left_out = self._book.suspensions(BallotRole.MEMBER, probe=probe, now_ns=now_ns)
+        return Reachability(reachable, reducers, tuple(name for name in learners if name not in left_out) or learners)
+
+    def _step_times_ns(self, regions: Sequence[str]) -> list[int]:
+        return [status.step_time_ns for name in regions if (status := self._liveness.learner(name)) is not None]
+
+    def _steps(self, region: str, step_times_ns: Sequence[int], *, now_ns: int) -> bool:
+        """Whether a region's learner is waited for. step_times_ns: of all learners."""
+        status, stepped_at_ns = self._liveness.learner(region), self._liveness.stepped_at_ns(region)
+        if status is None or status.finished or stepped_at_ns is None:
+            return False
+        step_time_ns = believed_step_time_ns(status.step_time_ns, step_times_ns)
+        limit_ns = max(STALLED_NS_MIN, STALLED_STEPS * step_time_ns, LEAVING_NS if status.leaving else 0)
+        return now_ns - stepped_at_ns <= limit_ns
 
     def members(
         self, fragment: int, reachability: Reachability, *, now_ns: int, rejections: Mapping[str, str] | None = None
@@ -238,7 +179,7 @@ class Eligibility:
 
         since_ns: without a step since then they pause; None: since they count as stalled.
         """
-        step_times_ns, names = _step_times_ns(self._context.regions, self._liveness), []
+        step_times_ns, names = self._step_times_ns(self._context.regions), []
         candidates = self.unmerged(fragment, now_ns=now_ns)
         left_out = self._book.suspensions(BallotRole.MEMBER, now_ns=now_ns)
         if left_out.keys() >= {*candidates}:
@@ -247,21 +188,31 @@ class Eligibility:
             status, stepped_at_ns = self._liveness.learner(name), self._liveness.stepped_at_ns(name)
             if status is None or status.leaving or name in left_out:
                 continue  # it makes no further step and takes part all the same, or no ballot has it
-            is_still = not _steps(name, self._liveness, step_times_ns, now_ns=now_ns)
+            is_still = not self._steps(name, step_times_ns, now_ns=now_ns)
             if stepped_at_ns is not None and now_ns - stepped_at_ns <= max_ns:
                 names += [name] if is_still or (since_ns is not None and stepped_at_ns < since_ns) else []
         return tuple(names)
 
     def _fault(self, region: str, fragment: int, now_ns: int) -> str:
-        status = self._liveness.learner(region)
+        """Return why a learner can't join the next round of a fragment, by its report; empty if it can.
+
+        The contribution itself is judged again when it comes (`RoundHistory.contribution_fault`).
+        """
+        status, history = self._liveness.learner(region), self._history
         if status is None:
             return "no learner"
-        history = self._history
+        # A report may just be older than the apply of the last version, and the steps after it. The member knows
+        # better: it takes its snapshot after the apply, and declines without steps.
         is_recent = now_ns - history.committed_at_ns[fragment] <= self.behind_ns(region)
-        if region != self._region and not is_recent:
-            lacks = history.version_entries[fragment] - self._liveness.applied_index(region)
-            if lacks > 0:
-                return f"its region is {lacks} ledger entries behind"
-        return member_fault(
-            region, status, fragment, history, incarnation_min=self.incarnation_min(region), is_recent=is_recent
-        )
+        lacks = history.version_entries[fragment] - self._liveness.applied_index(region)
+        if region != self._region and not is_recent and lacks > 0:
+            return f"its region is {lacks} ledger entries behind"
+        base_version, last = status.positions[fragment].base_version, history.last_version(region, fragment)
+        if status.incarnation < self.incarnation_min(region):
+            return "its incarnation is over"
+        if base_version < 0:
+            return "has no version yet"
+        if base_version < last and not is_recent:
+            return f"has not applied version {last}, which includes it"
+        has_steps = status.step > history.covered_step(region, status.incarnation, fragment)
+        return "" if has_steps or is_recent else "no steps since its last inclusion"

@@ -3,17 +3,8 @@
 The rules are those by which an honest leader makes entries (`core.rounds`), asked of the log as it is, committed or
 not. So a leader that was captured, or is broken, can put nothing into the ledger that ends the run later.
 
-- Genesis comes once, and is this run's, with the id of one state folder per region. Only `LeaderBody` comes before.
-- A round takes its fragment to the next version, with members whose steps follow the token account.
-- Discarded steps follow the account, too.
-- After the end there are no more rounds, unless the run is extended.
-- A revoked certificate is of a region of the run, and there are not too many.
-- Settings change while the run goes on.
-- Leaders vote. A change of the members is one that the roster allows, and that the run's authority has signed.
-
-The leader's numbers are worked out again (`doubt`): weights, share and factors follow from the contributions and the
-rounds before, and no sum of contributions is longer than they are together. It is asked of entries of the term whose
-leader sends them, for then its settings are those here. Entries of earlier terms are not asked again.
+The leader's numbers are worked out again (`doubt`). It is asked of entries of the term whose leader sends them, for
+then its settings are those here. Entries of earlier terms are not asked again.
 
 The check goes back when entries are truncated. It replays nothing for that: the facts before each entry are remembered
 until the entry is committed, and the account takes back its own changes.
@@ -34,8 +25,7 @@ from diloco_node.core.ledger.summary import RunSummary, decode_summary, summed_r
 from diloco_node.core.member_kind import WITNESS_NAME, MemberKind, MembershipBody
 from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.freivalds import are_rows_due, draw_windows, lacking_rows
-from diloco_node.core.merge.numbers import MergeNumbers, is_same_number, length_limits, merge_numbers
-from diloco_node.core.merge.outer import outer_rates
+from diloco_node.core.merge.numbers import MergeNumbers, is_same_number, length_limits, merge_numbers, outer_rates
 from diloco_node.core.merge.outliers import RecentRounds, recent_after
 from diloco_node.core.merge.stripes import piece_blocks, stripes_fault
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX, refusal, to_float32
@@ -92,16 +82,12 @@ def ledger_fault(run: Run, body: GenesisBody) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """Facts that the entries so far state, without the token account.
+    """Facts that the entries so far state, without the token account; as of `RoundHistory`, where it has them.
 
-    Attributes:
-        versions: per fragment the last one; empty before genesis.
-        snapshots: per fragment the version of the newest snapshot, 0 if there is none.
-        recent: per fragment how long the gradients of its last rounds were.
-        roster: the members, before genesis the founders. revocations: certificates.
-        settings: in force; before the ledger holds them those of this region.
-        summary: index of the last entry that the newest `SummaryBody` covers; 0 without one.
-        end: of the run; None while it goes on.
+    versions: per fragment the last one; empty before genesis.
+    snapshots: per fragment the version of the newest snapshot, 0 if there is none.
+    summary: index of the last entry that the newest `SummaryBody` covers; 0 without one.
+    end: of the run; None while it goes on.
     """
 
     roster: Roster
@@ -251,8 +237,7 @@ class EntryCheck:
         return rule(body, entry)
 
     def doubt(self, entry: Entry) -> str:
-        """How the numbers of an entry, in which `fault` finds nothing, differ from what the ledger gives;
-        empty if not."""
+        """How the numbers of an entry without a `fault` differ from what the ledger gives; empty if not."""
         body = entry.body
         if isinstance(body, ExtendedBody):
             own = ExtendedBody(self._settings.steps_max, self._settings.tokens_max)
@@ -294,8 +279,7 @@ class EntryCheck:
         """Take the entry as the next one."""
         self._account.take(entry)
         if entry.index % self._settings.summary_entries == 0:
-            # Every region sums up after this entry, which closes old incarnations. The same is done here, so that the
-            # check answers alike after a whole log and after a base.
+            # As every region's sum after this entry does: a check behind a base answers alike.
             self._account.close_old(len(self._fragments))
         self._before.append(self._facts)
         self._facts = self._facts.after(entry)
@@ -336,7 +320,7 @@ class EntryCheck:
         return ""
 
     def _disk_fault(self, body: DiskNamedBody, _: Entry) -> str:
-        """Say what is wrong with the change of a folder: entries that take an id away and that name one alternate."""
+        """Entries that take a folder's id away and that name one alternate."""
         roster = self._facts.roster
         disk = roster.disks.get(body.region, b"")
         if body.disk == EXPELLED != disk:

@@ -155,14 +155,12 @@ def _dispute_with(round_: OpenRound, reducer: str, observers: int) -> Blame | No
 
 
 def blame_sums(
-    round_: OpenRound,
-    stripes: Mapping[int, tuple[bytes, tuple[float, ...]]],
-    settings: RunSettings,
+    round_: OpenRound, stripes: Mapping[int, tuple[bytes, tuple[float, ...]]], settings: RunSettings
 ) -> tuple[Blame, ...]:
     """Blame reducers whose merged stripe can't be the sum: it is too long, or has other norms than they report.
 
-    No other region is asked. The bytes are here, with the digest that the reducer told, and every region decodes them
-    alike. stripes: (digest, squared norms per piece) of the merged stripes that came here; each is checked once.
+    The bytes are here, with the digest that the reducer told, and every region decodes them alike.
+    stripes: (digest, squared norms per piece) of the merged stripes that came here; each is checked once.
     """
     assert round_.decision is not None
     blames = {}
@@ -183,10 +181,7 @@ def blame_sums(
 
 
 def differing_norms(before: QuestionedBallot, round_: OpenRound) -> set[Pair]:
-    """Find pairs (member, reducer) where the reducer's norms differ from the leader's own over the same blocks.
-
-    before: the ballot in question. round_: its next ballot, in which the leader reduced the same stripes alone.
-    """
+    """Find pairs (member, reducer) where the reducer's norms differ from the leader's own in the next ballot."""
     assert round_.decision is not None
     places = {contribution: place for place, contribution in enumerate(round_.decision.contributions)}
     pairs = set()

@@ -36,14 +36,11 @@ class FollowedBallot:
     """This region's part in the current ballot of one round.
 
     Attributes:
-        leader: the region that opened it. announcement: its message.
         has_contributed, refusal: the learner's answer in this ballot.
         told_names: of the contributions that the leader was told to have arrived here.
-        decision: the contributions to merge, once the leader has decided.
         sum_orders: stripes whose reduction was started, each with the order of its sum (places in the decision).
         reductions: those that are done.
-        merged_digests, merged_norms: of the merged stripes that are here. digest: of the payload, once it is being
-            stored.
+        merged: (digest, squared norms) of the merged stripes that are here. digest: of the payload, once it is stored.
         is_lost: its merged stripes were dropped before they were written.
         drawn: the drawer's nonce, as it told it. nonces: all of the audit, as the leader told them.
         projection: as far as it is worked out. is_row_ordered, is_payload_ordered: that part of it was ordered.
@@ -57,8 +54,7 @@ class FollowedBallot:
     decision: MergeDecided | None = None
     sum_orders: dict[int, list[int]] = field(default_factory=dict)
     reductions: dict[int, ReductionDone] = field(default_factory=dict)
-    merged_digests: dict[int, bytes] = field(default_factory=dict)
-    merged_norms: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    merged: dict[int, tuple[bytes, tuple[float, ...]]] = field(default_factory=dict)
     digest: bytes = b""
     is_lost: bool = False
     drawn: AuditDrawn | None = None
@@ -87,18 +83,13 @@ class FollowedBallot:
 
     def lacking_reducers(self) -> tuple[str, ...]:
         """Return reducers whose merged stripes are not here, each once, in the order of the stripes."""
-        lacking = (
-            stripe.reducer for index, stripe in enumerate(self.announcement.stripes) if index not in self.merged_digests
-        )
+        lacking = (stripe.reducer for index, stripe in enumerate(self.announcement.stripes) if index not in self.merged)
         return tuple(dict.fromkeys(lacking))
 
     def keep_merged(self, event: MergedStripeArrived) -> None:
-        """Remember a merged stripe, if its number and blocks are the ballot's.
-
-        The sender chose both, and the shell may not have known the ballot's stripes when it took the bytes.
-        """
+        """Remember a merged stripe, if its number and blocks, which its sender chose, are the ballot's."""
         if 0 <= event.stripe < len(self.announcement.stripes) and self.announcement.stripes[event.stripe] == event.cut:
-            self.merged_digests[event.stripe], self.merged_norms[event.stripe] = event.digest, event.squared_norms
+            self.merged[event.stripe] = event.digest, event.squared_norms
 
     def durable_report(self) -> PayloadDurable:
         """Build the report that the payload is on disk."""
@@ -106,7 +97,7 @@ class FollowedBallot:
 
     def payload_norms(self) -> tuple[float, ...]:
         """Return the squared norm of each piece of the payload, once all its stripes are here."""
-        rows = (self.merged_norms[index] for index in range(len(self.announcement.stripes)))
+        rows = (self.merged[index][1] for index in range(len(self.announcement.stripes)))
         return tuple(fsum(column) for column in zip(*rows, strict=True))
 
     def report_of(self, reduction: ReductionDone) -> ReductionReported:
@@ -128,10 +119,9 @@ class FollowedRound:
 
     Attributes:
         version: of the round that the rest is about. ballot: the current one; None before one was opened.
-        contribution: the learner's, for this round. sent_name: the name of the one that was sent to the reducers.
+        contribution: the learner's. sent_name: the name of the one that was sent to the reducers.
         requested_base: the base against which a snapshot was requested; None while none is being taken.
-        arrivals: contributions and block ranges in this region's memory, in the order of arrival, each with its
-            version.
+        arrivals: contributions and blocks in this region's memory, in the order of arrival, each with its version.
     """
 
     version: int = -1
@@ -158,10 +148,8 @@ class FollowedRound:
             own_row = projection.contribution
             if row and own_row and has_other_projections(contribution, windows, row, own_row):
                 return "it names other projections than those of this region's contribution"
-        is_whole = len(projection.sums) == len(windows) and self.ballot and self.ballot.digest == body.payload_digest
-        if not is_whole:
-            return ""
-        wrong = wrong_reducers(windows, projection, coefficients, body.projections)
+        is_same = self.ballot is not None and self.ballot.digest == body.payload_digest
+        wrong = wrong_reducers(windows, projection, coefficients, body.projections) if is_same else {}
         return "; ".join(f"{reducer}: {reason}" for reducer, reason in wrong.items())
 
     def keep_stripe(self, ballot: FollowedBallot, event: ContributionStripeArrived, region: str) -> bool:
@@ -174,15 +162,15 @@ class FollowedRound:
         self.arrivals[name_of(contribution), event.blocks] = contribution.base_version + 1
         return True
 
-    def has_all(self, ballot: FollowedBallot, name: Name, region: str) -> bool:
-        """Whether all stripes of a contribution that a region is to reduce have arrived."""
-        blocks_here = [(stripe.block_start, stripe.block_stop) for _, stripe in ballot.own_stripes(region)]
-        return bool(blocks_here) and all((name, blocks) in self.arrivals for blocks in blocks_here)
-
     def received_names(self, ballot: FollowedBallot, region: str) -> list[Name]:
-        """Return each member's newest complete contribution, sorted. A learner that died leaves older ones behind."""
-        whole = sorted({name for name, _ in self.arrivals if self.has_all(ballot, name, region)})
-        return list({name[0]: name for name in whole if name[0] in ballot.announcement.members}.values())
+        """Return each member's newest contribution of which all stripes that a region is to reduce are here, sorted.
+
+        A learner that died leaves older ones behind.
+        """
+        cuts = [(stripe.block_start, stripe.block_stop) for _, stripe in ballot.own_stripes(region)]
+        members = ballot.announcement.members
+        names = sorted({name for name, _ in self.arrivals if name[0] in members}) if cuts else []
+        return list({name[0]: name for name in names if all((name, cut) in self.arrivals for cut in cuts)}.values())
 
 
 class EarlyArrivals:
@@ -234,8 +222,7 @@ def _fragment_of(event: Arrival) -> int:
 
 
 def decision_fault(decision: MergeDecided, announcement: BallotOpened, pieces: int) -> str:
-    """Return why a leader's decision does not fit its ballot; empty if it does. The sum follows the decision
-    blindly."""
+    """Return why a leader's decision does not fit its ballot; empty if it does: the sum follows it blindly."""
     names = [contribution.learner for contribution in decision.contributions]
     if decision.version != announcement.version or not names or len(names) != len(set(names)):
         return f"version {decision.version} of {names}, the ballot is for version {announcement.version}"

@@ -15,7 +15,6 @@ from diloco_node.core.merge.outliers import RecentRounds, recent_after
 from diloco_node.core.settings_body import SettingsBody
 from diloco_node.core.types import (
     Contribution,
-    DiscardedBody,
     Entry,
     ExtendedBody,
     FinishedBody,
@@ -37,15 +36,9 @@ class Snapshots:
         """Begin with the states that genesis names."""
         self._last = [(SnapshotBody(at, 0, digest),) for at, digest in enumerate(genesis.fragment_digests)]
 
-    def add(self, body: SnapshotBody) -> bool:
-        """Take a committed snapshot; False if it is not newer than the last one, or of no fragment."""
-        if not 0 <= body.fragment < len(self._last):
-            return False
-        last = self._last[body.fragment]
-        if not last or body.version <= last[-1].version:
-            return False
-        self._last[body.fragment] = (last[-1], body)
-        return True
+    def add(self, body: SnapshotBody) -> None:
+        """Take a snapshot that an entry names: it is newer than the last one (`EntryCheck`)."""
+        self._last[body.fragment] = (*self._last[body.fragment][-1:], body)
 
     def newest(self, fragment: int) -> SnapshotBody | None:
         """The newer snapshot, at which states are fetched; None before genesis."""
@@ -76,7 +69,6 @@ class RoundHistory:
         genesis: None until it is committed. versions: per fragment, the last committed version; -1 before genesis.
         version_entries, committed_at_ns: per fragment, the index of its entry, and when this region learnt of it.
         finished: the end of the run, once committed; None again when it is extended.
-        snapshots: the states whose digests are in the ledger.
         roster: the members, by the committed entries; before genesis the founders.
         followers: called with the names of the members when the roster changes.
         revocations: certificates, by SHA-256.
@@ -212,8 +204,7 @@ class RoundHistory:
         return version == self._last_rounds[fragment]
 
     def included_snapshot(self, learner: str, incarnation: int, fragment: int, *, base: int, version: int) -> int:
-        """Return the incarnation's last snapshot that versions (base, version] include, by its newest inclusion: that
-        one's base was at least the version of the one before; -1 if they include none."""
+        """Return the incarnation's last snapshot that versions (base, version] include; -1 if they include none."""
         last = self.account.last_inclusion(learner, fragment)
         is_it = last is not None and base < last.version <= version and last.incarnation == incarnation
         return last.snapshot if is_it and last is not None else -1
@@ -228,12 +219,6 @@ class RoundHistory:
         if not 0 <= contribution.base_version < version:
             return f"base version {contribution.base_version} for a round to version {version}"
         return self.account.fault(contribution)
-
-    def discard_fault(self, body: DiscardedBody) -> str:
-        """Return why an interval can't be booked as discarded; empty if it can."""
-        if not 0 <= body.fragment < len(self.versions):
-            return f"there is no fragment {body.fragment}"
-        return self.account.fault(body)
 
     def shards(self, run_id: str, region: str, incarnation: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """Return how often the members have changed, a region's shards of the data, and where its learner begins."""

@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from diloco_node.core.rounds.context import RoundContext
-from diloco_node.core.rounds.evidence import (
-    blame_norms,
-    blame_sums,
-    differing_norms,
-    dispute_reducers,
-    judge_absences,
-)
-from diloco_node.core.rounds.open_round import OpenRound, QuestionedBallot
+from diloco_node.core.rounds.evidence import blame_norms, blame_sums, differing_norms, dispute_reducers, judge_absences
+from diloco_node.core.rounds.open_round import OpenRound, QuestionedBallot, cuts_of
 from diloco_node.core.rounds.suspicion import BallotRole, Blame, SuspicionBook
 from diloco_node.numeric import NS_PER_S
 
@@ -56,8 +50,7 @@ class Judge:
     def judge_sums(
         self, round_: OpenRound, stripes: Mapping[int, tuple[bytes, tuple[float, ...]]], *, now_ns: int
     ) -> str:
-        """Blame reducers whose merged stripes (`blame_sums`) can't be the sum. Return why, in words; empty
-        if all can."""
+        """Blame reducers whose merged stripes can't be the sum. Return why, in words; empty if all can."""
         return self.blame_all(round_, blame_sums(round_, stripes, self._history.settings), now_ns=now_ns)
 
     def judge_renamers(self, round_: OpenRound, *, now_ns: int) -> str:
@@ -91,7 +84,7 @@ class Judge:
         if (
             question is None
             or round_.reducers != (self._region,)
-            or question.blocks() != [(cut.block_start, cut.block_stop) for cut in round_.stripes]
+            or cuts_of(question.stripes) != cuts_of(round_.stripes)
         ):
             return
         pairs = differing_norms(question, round_)
@@ -142,19 +135,16 @@ class Judge:
         return (*probes, *suspects)
 
     def blame_all(self, round_: OpenRound, blames: Sequence[Blame], *, now_ns: int) -> str:
-        """Take blamed regions out of this round, and suspend them. Return the blames in words; empty if there is
-        none."""
+        """Take blamed regions out of this round, and suspend them. Return the blames in words; empty if none."""
         for blame in blames:
             if blame.role is BallotRole.REDUCER:
                 round_.exclusions.add(blame.region)
             else:
                 round_.rejections[blame.region] = blame.reason
             pause_ns = self.book.blame(blame, opened_at_ns=round_.ballot_at_ns, now_ns=now_ns)
-            text = f"{blame.region} as {blame.role}: {blame.reason}"
-            if pause_ns is not None:
-                self._note(round_, f"{text}; left out for {pause_ns / NS_PER_S:.3g} s", is_alarm=True)
-            else:
-                self._note(round_, text)
+            pause = "" if pause_ns is None else f"; left out for {pause_ns / NS_PER_S:.3g} s"
+            text = f"{blame.region} as {blame.role}: {blame.reason}{pause}"
+            self._note(round_, text, is_alarm=pause_ns is not None)
         # With everybody out no ballot could follow: then all are asked again.
         if round_.exclusions >= set(self._context.regions):
             round_.exclusions.clear()

@@ -48,8 +48,7 @@ class RoundLeader:
         proposals: bodies for the ledger, in order. rounds: open rounds by fragment.
         progress: how far the run is; to be asked in every region, whoever leads.
         is_in_the_way: this region holds up the others. A majority has had a payload for a while and this region has
-            not, or a second ballot of a round failed because merged stripes did not come here. Its disk is full or
-            stands still, or bulk does not reach it: merging goes on when another region leads.
+            not, or a second ballot of a round failed because merged stripes did not come here.
     """
 
     def __init__(self, context: RoundContext, progress: RunProgress, payloads: RoundParticipant) -> None:
@@ -72,7 +71,7 @@ class RoundLeader:
         self._clock = BallotClock(context)
         self._book = SuspicionBook(ballot_ns=context.settings.ballot_deadline_min_ns)
         self._judge = Judge(context, self._book)
-        self._audit = PayloadAudit(context, self._judge)
+        self._audit = PayloadAudit(context, self._judge, payloads.audits)
         self._eligibility = Eligibility(context, self._book)
         self._answers = Answers(context, self._eligibility, self.proposals, self.rounds)
         self.progress = progress
@@ -211,16 +210,12 @@ class RoundLeader:
             self._answers.take_discards(bodies, now_ns=now_ns)
 
     def let_go(self, region: str) -> bool:
-        """Leave a region, or none, out of new ballots, for it is about to leave the run; whether no open
-        round has it."""
+        """Leave a region that is about to go, or none, out of new ballots; whether no open round has it."""
         self._eligibility.region_to_remove = region
         return not any(region in (*round_.members, *round_.reducers) for round_ in self.rounds.values())
 
     def hold_merges(self, *, now_ns: int) -> bool:
-        """Decide no merge until `go_on`: a merge goes by the settings of the entry before it.
-
-        Returns: whether every merge that was decided is committed, or given up.
-        """
+        """Decide no merge until `go_on`, for other settings come; whether all that were decided are over."""
         self._held_since_ns = now_ns if self._held_since_ns is None else self._held_since_ns
         return all(round_.decision is None for round_ in self.rounds.values())
 
@@ -320,7 +315,7 @@ class RoundLeader:
         if self._is_wrong(round_, now_ns):
             return
         roster, reaches = self._history.roster, partial(self._liveness.reaches, now_ns=now_ns)
-        self._audit.draw(round_, reaches, now_ns=now_ns)
+        self._audit.draw(round_, now_ns=now_ns)
         if not roster.is_majority((*round_.payload_holders(), roster.stand_in(reaches))):
             return
         if self._region in round_.payload_holders():
@@ -332,10 +327,10 @@ class RoundLeader:
 
     def _propose_audited(self, round_: OpenRound, now_ns: int) -> None:
         self._audit.request(round_)
-        projection = self._payloads.projection(round_.fragment, round_.ballot)
-        if self._audit.is_waiting(round_, projection, partial(self._liveness.reaches, now_ns=now_ns), now_ns=now_ns):
+        round_.audit_lack = self._audit.lack(round_, now_ns=now_ns)
+        if round_.audit_lack:
             return
-        doubt = self._audit.question(round_, projection, now_ns=now_ns)
+        doubt = self._audit.question(round_, now_ns=now_ns)
         has_tried = round_.windows in round_.own_rows  # in vain: the contributions are gone
         if doubt and round_.reducers == (self._region,) and not has_tried:
             self._audit.request(round_)  # All contributions are here already.
@@ -414,9 +409,7 @@ class RoundLeader:
         self.rounds[fragment] = round_
         self._agenda.opener.on_open(opening, now_ns=now_ns)
         without = "; without " + ", ".join(f"{name} ({why})" for name, why in ineligible) if ineligible else ""
-        text = f"{opening.reason}; members {', '.join(members)}{without}; reducers {', '.join(round_.reducers)}"
-        self._note("open", f"ballot {round_.ballot}: {text}; deadline {round_.deadline.derivation}", round_)
-        self._announce(round_)
+        self._announce(round_, "open", opening.reason, without)
         return True
 
     def _next_ballot(
@@ -428,8 +421,7 @@ class RoundLeader:
         is_late: bool = False,
         stripes: tuple[Stripe, ...] | None = None,
     ) -> None:
-        """Try the round again. Contributions keep their names, so that stripes which have arrived are not sent
-        again."""
+        """Try the round again. Contributions keep their names: stripes that have arrived are not sent again."""
         if self._leaves_to_pause(round_, reason, now_ns):
             return
         reachability = self._eligibility.reachability(now_ns=now_ns, exclude=round_.exclusions)
@@ -450,9 +442,7 @@ class RoundLeader:
             contributions=plan.contributions,
             now_ns=now_ns,
         )
-        text = f"{reason}; members {', '.join(round_.members)}; reducers {', '.join(round_.reducers)}"
-        self._note("ballot", f"ballot {round_.ballot}: {text}; deadline {round_.deadline.derivation}", round_)
-        self._announce(round_)
+        self._announce(round_, "ballot", reason)
         self._try_decide(round_, now_ns)
 
     def _leaves_to_pause(self, round_: OpenRound, reason: str, now_ns: int) -> bool:
@@ -471,12 +461,13 @@ class RoundLeader:
     def _note(self, kind: str, text: str, round_: OpenRound) -> None:
         self._effects.note(kind, text, fragment=round_.fragment, version=round_.version)
 
-    def _announce(self, round_: OpenRound) -> None:
+    def _announce(self, round_: OpenRound, kind: str, reason: str, without: str = "") -> None:
+        text = f"{reason}; members {', '.join(round_.members)}{without}; reducers {', '.join(round_.reducers)}"
+        self._note(kind, f"ballot {round_.ballot}: {text}; deadline {round_.deadline.derivation}", round_)
         self._effects.send_all(self._context.regions, round_.announcement)
 
     def _repeat(self, round_: OpenRound) -> None:
-        """Announce the ballot again to every region that is not done, and the decision to late reducers: messages get
-        lost."""
+        """Announce the ballot again to every region that is not done, and the decision to late reducers."""
         if round_.is_proposed:
             return
         names_done = round_.payload_holders() if round_.is_merged else round_.holders

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from diloco_node.core.merge import outliers
-from diloco_node.core.merge.numbers import merge_numbers
-from diloco_node.core.merge.outer import outer_rates
+from diloco_node.core.merge.numbers import merge_numbers, outer_rates
 from diloco_node.core.messages import MergeDecided
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.open_round import OpenRound
@@ -65,11 +64,10 @@ class MergeDecisions:
     def _note_outliers(self, round_: OpenRound, excess: dict[str, str]) -> None:
         """Raise an alarm when a learner's contributions to a fragment begin to be too long; note each further one."""
         for name in round_.members:
-            fault = excess.get(name, "")
-            is_new = bool(fault) and (name, round_.fragment) not in self._outliers
+            fault, place = excess.get(name, ""), (name, round_.fragment)
             if fault:
-                self._outliers.add((name, round_.fragment))
-                text = f"contribution of {name}: {fault}"
+                text, is_new = f"contribution of {name}: {fault}", place not in self._outliers
                 self._effects.note("norms", text, fragment=round_.fragment, version=round_.version, is_alarm=is_new)
+                self._outliers.add(place)
             else:
-                self._outliers.discard((name, round_.fragment))
+                self._outliers.discard(place)

@@ -20,20 +20,18 @@ def payload_digest(stripe_digests: Sequence[bytes]) -> bytes:
     return hashlib.sha256(b"".join(stripe_digests)).digest()
 
 
+def cuts_of(stripes: Sequence[Stripe]) -> tuple[tuple[int, int], ...]:
+    """Return how a fragment is cut, whoever reduces what."""
+    return tuple((stripe.block_start, stripe.block_stop) for stripe in stripes)
+
+
 @dataclass(frozen=True, slots=True)
 class QuestionedBallot:
-    """A merged ballot whose norms do not add up: the leader reduces the same stripes itself to see who is wrong.
-
-    reports: one per stripe. contributions: in the order of the decision.
-    """
+    """A merged ballot whose norms do not add up: the leader reduces the same stripes itself to see who is wrong."""
 
     stripes: tuple[Stripe, ...]
     reports: tuple[ReductionReported, ...]
     contributions: tuple[Contribution, ...]
-
-    def blocks(self) -> list[tuple[int, int]]:
-        """Return how the fragment was cut."""
-        return [(stripe.block_start, stripe.block_stop) for stripe in self.stripes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +48,10 @@ class OpenRound:
 
     Attributes:
         opened_at_ns: of the first ballot; attempt counts the ballots from 0.
+        is_last: it is the run's last round of this fragment.
         announcement, ballot_at_ns, deadline: the current ballot, as it was announced.
-        contributions: by learner, judged and named in this ballot.
-        refusals: members that will not contribute, each with the reason.
-        receipts: per learner and stripe (incarnation, snapshot) of the contribution that its reducer has in this
-            ballot.
-        decision, numbers: once the leader has decided.
+        contributions: by learner, judged and named in this ballot. refusals: of the other members, with the reason.
+        receipts: per learner and stripe (incarnation, snapshot) of the contribution that its reducer has.
         reports: of the merged stripes, by stripe. checked: stripes whose bytes were compared with them here.
         judged: what was known of the merged stripes when nothing was wrong with them.
         holders: regions that have the merged payload on disk, with its digest.
@@ -73,7 +69,6 @@ class OpenRound:
         is_proposed: it is in the leader's log; nothing is changed any more.
         beats: heartbeats since the ballot was announced. repeat_at: at which of them it is announced again.
         held_since_ns: when a majority had the payload of this ballot, and the leader had not.
-        is_last: it is the run's last round of this fragment.
     """
 
     opened_at_ns: int
@@ -125,8 +120,7 @@ class OpenRound:
     def asks_again(self, *, spacing_max: int) -> bool:
         """Count a heartbeat; whether the ballot is announced again in it, after 1, 2, 4 and so on of them.
 
-        spacing_max: most heartbeats between two times. Each region answers with all that it has of each member, so
-        the answers grow with the square of the regions.
+        spacing_max: most heartbeats between two times, for the answers grow with the square of the regions.
         """
         self.beats += 1
         if self.beats < self.repeat_at:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.merge.quorum import LearnerDue, ReportSpread, RoundTiming, decide_open, quorum_size
+from diloco_node.core.merge.quorum import LearnerDue, RoundTiming, decide_open, p99, quorum_size
 from diloco_node.core.merge.schedule import (
     MovingAverage,
     earliest_open_ns,
@@ -22,12 +23,15 @@ LEAVE_ROUNDS: Final = 2
 """Rounds of each fragment that begin without a quorum for a learner that leaves: one, and another if that fails."""
 
 
+SPREADS_KEPT: Final = 128
+"""Times from quorum to the last due learner that are remembered for their 99th percentile."""
+
+
 @dataclass(frozen=True, slots=True)
 class Opening:
     """A round to open, and why. due_at_ns: when each due learner became due, sorted. learners: live ones, due or not.
 
-    is_last: it is the run's last round of this fragment.
-    leavers: learners for which it is opened early.
+    is_last: it is the run's last round of this fragment. leavers: learners for which it is opened early.
     """
 
     fragment: int
@@ -55,15 +59,12 @@ class Opener:
         self._last_open_ns: int | None = None
         self._quorum_time = MovingAverage()
         self._sync_time = MovingAverage()
-        self._spread = ReportSpread()
+        self._spreads_ns: deque[int] = deque(maxlen=SPREADS_KEPT)
         # Per learner that leaves, when rounds were opened early for it. Its incarnation is its own word.
         self._leave_rounds: dict[str, list[int]] = {}
 
     def on_status(self, region: str, status: LearnerStatus | None, *, now_ns: int) -> bool:
-        """Take a report (None: the learner is gone), and remember for which fragments it became due just now.
-
-        Returns: whether it is due for others than before.
-        """
+        """Take a report (None: the learner is gone); whether it is due for other fragments than before."""
         is_news = False
         for fragment, due in self._due.items():
             is_due = status is not None and self._overdue(fragment, status) >= 0
@@ -91,7 +92,7 @@ class Opener:
             quorum_ns = due[min(quorum, len(due)) - 1]
             self._quorum_time = self._quorum_time.after(quorum_ns - due[0])
             last_ns = due[-1] if len(due) == opening.learners else now_ns
-            self._spread = self._spread.after(last_ns - quorum_ns)
+            self._spreads_ns.append(last_ns - quorum_ns)
 
     def on_commit(self, sync_ns: int) -> None:
         """Take the time from opening to commit of a round that was opened here."""
@@ -104,7 +105,7 @@ class Opener:
             step_time_ns=median_step_time_ns(averages),
             quorum_time_ns=self._quorum_time.average_ns,
             sync_time_ns=self._sync_time.average_ns,
-            spread_p99_ns=self._spread.p99_ns,
+            spread_p99_ns=p99(self._spreads_ns),
             rtt_ns=max((self._liveness.rtt_ns(name) for name in reachability.learners), default=0),
         )
 

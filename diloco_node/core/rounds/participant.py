@@ -34,7 +34,6 @@ from diloco_node.core.messages import (
     Receipt,
     StripesReceived,
 )
-from diloco_node.core.projections import Projection
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.audit_part import AuditPart
 from diloco_node.core.rounds.context import RoundContext
@@ -44,8 +43,8 @@ from diloco_node.core.rounds.suspicion import LEFT_OUT_SHOWN_MAX, REASON_SHOWN_M
 from diloco_node.core.types import NO_STEPS, Ballot, Contribution, LearnerStatus, RoundBody
 
 PROMPT_MEMBERS_MAX: Final = 8
-"""Members of a ballot whose leader is told at once of each contribution that arrives. In larger ballots it is told with
-the next heartbeat, for these would be too many messages."""
+"""Members of a ballot whose leader is told at once of each contribution that arrives. In larger ballots these would be
+too many messages: it is told with the next heartbeat."""
 
 
 class RoundParticipant:
@@ -80,77 +79,71 @@ class RoundParticipant:
             if round_.ballot is not None and round_.version == self._history.versions[fragment] + 1
         }
 
+    def _followed(self, fragment: int, number: Ballot) -> FollowedBallot | None:
+        """Return a ballot, if it is the one that is followed."""
+        ballot = self.rounds[fragment].ballot
+        return ballot if ballot is not None and ballot.number == number else None
+
+    def is_following(self, body: RoundBody) -> bool:
+        """Whether this region follows the ballot that made the payload: then its stripes are on their way."""
+        return self._followed(body.fragment, body.ballot) is not None
+
     def is_storing(self, body: RoundBody) -> bool:
         """Whether the payload of this entry is being written to disk."""
-        ballot = self.rounds[body.fragment].ballot
-        is_this = ballot is not None and ballot.number == body.ballot and ballot.digest == body.payload_digest
-        return is_this and ballot is not None and not ballot.is_lost
+        ballot = self._followed(body.fragment, body.ballot)
+        return ballot is not None and ballot.digest == body.payload_digest and not ballot.is_lost
 
     def merged_stripes(self, fragment: int, number: Ballot) -> Mapping[int, tuple[bytes, tuple[float, ...]]]:
         """Return (digest, squared norms per piece) of a ballot's merged stripes that are here, by stripe."""
-        ballot = self.rounds[fragment].ballot
-        if ballot is None or ballot.number != number:
-            return {}
-        return {index: (ballot.merged_digests[index], norms) for index, norms in ballot.merged_norms.items()}
+        ballot = self._followed(fragment, number)
+        return {} if ballot is None else dict(ballot.merged)
 
     def payload_norms(self, fragment: int, digest: bytes) -> tuple[float, ...]:
         """Return the squared norm of each piece of a payload; empty if its stripes did not come here."""
         ballot = self.rounds[fragment].ballot
         return ballot.payload_norms() if ballot is not None and ballot.digest == digest else ()
 
-    def projection(self, fragment: int, number: Ballot) -> Projection:
-        """Return this region's projection of a ballot's payload, as far as it is computed."""
-        return self.audits.projection(fragment, number)
-
-    def is_following(self, body: RoundBody) -> bool:
-        """Whether this region follows the ballot that made the payload: then its stripes are on their way."""
-        ballot = self.rounds[body.fragment].ballot
-        return ballot is not None and ballot.number == body.ballot
-
     def open_rounds(self) -> list[tuple[int, int, Ballot, str]]:
         """Return (fragment, version, ballot, what it waits for here) of each open round that is known here."""
-        rounds = []
-        for fragment, round_ in enumerate(self.rounds):
-            if round_.ballot is not None and round_.version > self._history.versions[fragment]:
-                reason = self._wait_reason(round_, round_.ballot)
-                rounds.append((fragment, round_.version, round_.ballot.number, reason))
-        return rounds
+        return [
+            (fragment, round_.version, ballot.number, self._stage(round_, ballot)[2])
+            for fragment, round_ in enumerate(self.rounds)
+            if (ballot := self._open_ballot(fragment)) is not None
+        ]
 
     def standing(self, fragment: int) -> tuple[int, Ballot, str, tuple[str, ...]] | None:
         """Return (version, ballot, phase, regions it waits for) of a fragment's open round, as this region sees it."""
+        round_, ballot = self.rounds[fragment], self._open_ballot(fragment)
+        return None if ballot is None else (round_.version, ballot.number, *self._stage(round_, ballot)[:2])
+
+    def _open_ballot(self, fragment: int) -> FollowedBallot | None:
+        """Return the ballot of a fragment's round that is not committed yet."""
         round_ = self.rounds[fragment]
-        if round_.ballot is None or round_.version <= self._history.versions[fragment]:
-            return None
-        version, ballot = round_.version, round_.ballot
-        if ballot.digest:
-            return version, ballot.number, "commit", ()
-        if self._owes_answer(ballot):
-            return version, ballot.number, "gather", (self._region,)
-        if ballot.decision is None and ballot.own_stripes(self._region):
-            return version, ballot.number, "gather", ()
-        return version, ballot.number, "reduce", ballot.lacking_reducers()
+        return round_.ballot if round_.version > self._history.versions[fragment] else None
 
     def _owes_answer(self, ballot: FollowedBallot) -> bool:
         """Whether this region's learner has yet to answer the ballot."""
         return self._region in ballot.announcement.members and not ballot.has_contributed and not ballot.refusal
 
-    def _wait_reason(self, round_: FollowedRound, ballot: FollowedBallot) -> str:
+    def _stage(self, round_: FollowedRound, ballot: FollowedBallot) -> tuple[str, tuple[str, ...], str]:
+        """Return the phase of a ballot, the regions that it waits for, and what it waits for here, in words."""
         if ballot.digest:
-            return "waits for the commit" if self._is_stored(round_, ballot) else "writes the payload"
+            return "commit", (), "waits for the commit" if self._is_stored(round_, ballot) else "writes the payload"
         if self._owes_answer(ballot):
-            return "waits for the learner's snapshot" if round_.requested_base is not None else "waits for the learner"
+            answer = "the learner's snapshot" if round_.requested_base is not None else "the learner"
+            return "gather", (self._region,), f"waits for {answer}"
         if ballot.decision is None and ballot.own_stripes(self._region):
-            return f"waits for the decision of {ballot.leader}"
-        return f"waits for merged stripes of {', '.join(ballot.lacking_reducers())}"
+            return "gather", (), f"waits for the decision of {ballot.leader}"
+        lacking = ballot.lacking_reducers()
+        return "reduce", lacking, f"waits for merged stripes of {', '.join(lacking)}"
 
     def learner_changed(self, status: LearnerStatus | None) -> None:
         """Take the learner's report; None: it is gone. A new incarnation knows nothing of the old one's snapshots."""
-        is_new = status is not None and (self._learner is None or self._learner.incarnation != status.incarnation)
         for round_ in self.rounds:
             contribution = round_.contribution
             if status is None:
                 round_.requested_base = None
-            elif is_new and contribution is not None and contribution.incarnation != status.incarnation:
+            elif contribution is not None and contribution.incarnation != status.incarnation:
                 round_.contribution = None
         self._learner = status
         self._changed_fragments.update(range(len(self.rounds)))
@@ -178,8 +171,7 @@ class RoundParticipant:
     def ballot_opened(self, leader: str, announcement: BallotOpened) -> None:
         """Follow a ballot, or answer again if it is the one that is followed. Lower ballots are ignored.
 
-        A higher ballot may be of a lower version: it replaces that of a leader which named an impossible version. A
-        ballot whose stripes do not fit the fragment raises an alarm: nobody could cut a contribution by them.
+        A higher ballot may be of a lower version: it replaces that of a leader which named an impossible version.
         """
         if not 0 <= announcement.fragment < len(self.rounds):
             return
@@ -220,10 +212,11 @@ class RoundParticipant:
 
     def merge_decided(self, decision: MergeDecided) -> None:
         """Reduce as the leader decided, or report the result again."""
-        round_ = self.rounds[decision.fragment] if 0 <= decision.fragment < len(self.rounds) else None
-        if round_ is None or round_.ballot is None or round_.ballot.number != decision.ballot:
+        if not 0 <= decision.fragment < len(self.rounds):
             return
-        ballot = round_.ballot
+        ballot = self._followed(decision.fragment, decision.ballot)
+        if ballot is None:
+            return
         fault = decision_fault(decision, ballot.announcement, self._pieces[decision.fragment])
         if fault:
             self._alarm("decision", f"decision of {ballot.leader}: {fault}", ballot.announcement)
@@ -282,12 +275,9 @@ class RoundParticipant:
             self._effects.send(round_.ballot.leader, round_.ballot.durable_report())
 
     def payload_not_stored(self, fragment: int, number: Ballot) -> None:
-        """Remember that merged stripes were dropped before they were written.
-
-        If the ballot commits, its payload is fetched.
-        """
-        ballot = self.rounds[fragment].ballot
-        if ballot is not None and ballot.number == number:
+        """Remember that merged stripes were dropped before they were written: a payload that commits is fetched."""
+        ballot = self._followed(fragment, number)
+        if ballot is not None:
             ballot.is_lost = True
 
     def on_commit(self, body: RoundBody) -> None:
@@ -309,10 +299,7 @@ class RoundParticipant:
         self._changed_fragments.add(fragment)
 
     def tick(self) -> None:
-        """Tell leaders which contributions have arrived since the last heartbeat.
-
-        Only large ballots need it. One report for each contribution would be members times reducers, all to the leader.
-        """
+        """Tell leaders which contributions have arrived since the last heartbeat; only large ballots need it."""
         for round_ in self.rounds:
             if round_.ballot is not None:
                 self._tell_receipts(round_, round_.ballot)
@@ -322,12 +309,12 @@ class RoundParticipant:
         while self._changed_fragments:
             fragment = min(self._changed_fragments)
             self._changed_fragments.discard(fragment)
-            round_ = self.rounds[fragment]
-            if round_.ballot is not None and round_.version > self._history.versions[fragment]:
-                self._contribute(round_, round_.ballot)
-                self._reduce(round_, round_.ballot)
-                self._store(round_, round_.ballot)
-                self.audits.follow(round_, round_.ballot)
+            round_, ballot = self.rounds[fragment], self._open_ballot(fragment)
+            if ballot is not None:
+                self._contribute(round_, ballot)
+                self._reduce(round_, ballot)
+                self._store(round_, ballot)
+                self.audits.follow(round_, ballot)
 
     def _contribute(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
         announcement = ballot.announcement
@@ -379,25 +366,24 @@ class RoundParticipant:
     def _order_of_sum(self, contributions: tuple[Contribution, ...]) -> list[int]:
         """Return the places of the contributions in the order in which they are added.
 
-        Float32 sums depend on the order. So the learners' names decide it, not the leader's list or the arrival.
+        Float32 sums depend on it: names decide, not the leader's list or the arrival.
         """
         return sorted(range(len(contributions)), key=lambda place: contributions[place].learner)
 
     def _store(self, round_: FollowedRound, ballot: FollowedBallot) -> None:
-        if ballot.digest or len(ballot.merged_digests) < len(ballot.announcement.stripes):
-            return
         fragment, stripes = ballot.announcement.fragment, ballot.announcement.stripes
-        ballot.digest = payload_digest([ballot.merged_digests[index] for index in range(len(stripes))])
+        if ballot.digest or len(ballot.merged) < len(stripes):
+            return
+        ballot.digest = payload_digest([ballot.merged[index][0] for index in range(len(stripes))])
         if self._is_stored(round_, ballot):
             self._effects.send(ballot.leader, ballot.durable_report())
         else:
             self._effects.emit(StorePayload(ballot.number, fragment, round_.version, ballot.digest, stripes))
 
     def _may_contribute(self, fragment: int, version: int) -> bool:
-        """Whether the learner can contribute now. Asked again when something changes.
+        """Whether the learner can contribute now: a snapshot is taken against version - 1, once that is applied.
 
-        A snapshot is taken against version - 1, once the learner has applied that. So each offered version settles the
-        snapshot before it, and no base is older than the learner's last inclusion.
+        So each offered version settles the snapshot before it, and no base is older than the last inclusion.
         """
         if self._learner is None:
             return False
@@ -431,7 +417,7 @@ class RoundParticipant:
         if ballot.digest and self._is_stored(round_, ballot):
             self._effects.send(ballot.leader, ballot.durable_report())
         self.audits.repeat(ballot)
-        digests = tuple(ballot.merged_digests.get(index, b"") for index in range(len(ballot.announcement.stripes)))
+        digests = tuple(ballot.merged.get(index, (b"",))[0] for index in range(len(ballot.announcement.stripes)))
         self._effects.send(ballot.leader, MergedReceived(ballot.number, digests))
 
     def _tell_receipts(self, round_: FollowedRound, ballot: FollowedBallot) -> None:

@@ -7,7 +7,6 @@ next ballot. Then it has all contributions, projects them itself, and knows. It 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco_node.core.merge.freivalds import (
@@ -18,14 +17,15 @@ from diloco_node.core.merge.freivalds import (
     wrong_reducers,
 )
 from diloco_node.core.merge.stripes import piece_blocks
-from diloco_node.core.messages import AuditDrawn
+from diloco_node.core.messages import AuditDrawn, MergeDecided
 from diloco_node.core.projections import ProjectContributions, Projection, Window
 from diloco_node.core.rounds.audit_draw import commitment_of, drawer_of, nonce_of
+from diloco_node.core.rounds.audit_part import AuditPart
 from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.judge import Judge
-from diloco_node.core.rounds.open_round import OpenRound
+from diloco_node.core.rounds.open_round import OpenRound, cuts_of
 from diloco_node.core.rounds.suspicion import BallotRole, Blame
-from diloco_node.core.types import Ballot, Contribution, MergeRule
+from diloco_node.core.types import Ballot, MergeRule
 
 Rows = tuple[tuple[float, ...], ...]
 
@@ -34,23 +34,22 @@ Rows = tuple[tuple[float, ...], ...]
 class QuestionedPayload:
     """A payload that deviates from the sum, or may do so, with all that was known of it in its ballot.
 
-    cuts: blocks of its stripes. projection: the leader's.
-    contributions, coefficients, rows: in the order of the decision.
+    cuts: blocks of its stripes. projection: the leader's. rows: in the order of the decision.
     """
 
     cuts: tuple[tuple[int, int], ...]
     windows: tuple[Window, ...]
     projection: Projection
-    contributions: tuple[Contribution, ...]
-    coefficients: tuple[tuple[float, ...], ...]
+    decision: MergeDecided
     rows: Rows
 
 
 class PayloadAudit:
     """The leader's audit. Between two calls all its state is in the round, but for the questions, by fragment."""
 
-    def __init__(self, context: RoundContext, judge: Judge) -> None:
+    def __init__(self, context: RoundContext, judge: Judge, audits: AuditPart) -> None:
         self._region, self._effects, self._judge = context.region, context.effects, judge
+        self._liveness, self._audits = context.liveness, audits
         self._piece_blocks = [piece_blocks(fragment.piece_sizes) for fragment in context.fragments]
         self._secret, self._context = context.secret, context
         self._is_on = context.settings.merge is not MergeRule.TRIMMED
@@ -64,18 +63,18 @@ class PayloadAudit:
         """Return what commits this region to its nonce of a ballot that it opens."""
         return commitment_of(nonce_of(self._secret, ballot))
 
-    def draw(self, round_: OpenRound, is_there: Callable[[str], bool], *, now_ns: int) -> None:
-        """Draw the audit of a merged ballot, once the drawer, if it is there, has told its nonce, or has had half of
-        the ballot's time."""
+    def draw(self, round_: OpenRound, *, now_ns: int) -> None:
+        """Draw the audit of a merged ballot, once the drawer has told its nonce, is away, or has had half its time."""
         if round_.nonces or not self._is_on:
             return
         drawer = drawer_of(round_.announcement, self._region)
         answer = round_.draws.get(drawer)
         if answer is not None and answer.digest == round_.digest:
             nonces = answer.nonces[:1]
-        elif drawer and is_there(drawer) and 2 * (now_ns - round_.ballot_at_ns) < round_.deadline.duration_ns:
-            return
         else:
+            is_late = 2 * (now_ns - round_.ballot_at_ns) >= round_.deadline.duration_ns
+            if drawer and not is_late and self._liveness.reaches(drawer, now_ns=now_ns):
+                return
             nonces = ()
         round_.nonces = (nonce_of(self._secret, round_.ballot), *nonces)
         round_.windows = draw_windows(round_.nonces, round_.stripes, self._piece_blocks[round_.fragment])
@@ -90,19 +89,11 @@ class PayloadAudit:
                 if name not in round_.projections:
                     self._effects.send(name, AuditDrawn(round_.ballot, round_.digest, round_.nonces))
 
-    def rows(self, round_: OpenRound) -> Rows:
-        """Return the projections for the ledger entry: a row per member if the payload is audited, else nothing."""
-        return self._rows(round_) if round_.windows else ()
+    def lack(self, round_: OpenRound, *, now_ns: int) -> str:
+        """Return what of the audit is on its way, from members that are there, in words; empty if nothing.
 
-    def is_waiting(
-        self, round_: OpenRound, projection: Projection, is_there: Callable[[str], bool], *, now_ns: int
-    ) -> bool:
-        """Whether something of the audit of a payload is on its way, from members that are there. All rows get three
-        quarters of the ballot's time. Asked for a payload that a majority and this region have."""
-        round_.audit_lack = self._lack(round_, projection, is_there, now_ns=now_ns)
-        return bool(round_.audit_lack)
-
-    def _lack(self, round_: OpenRound, projection: Projection, is_there: Callable[[str], bool], *, now_ns: int) -> str:
+        All rows get three quarters of the ballot's time. Asked for a payload that a majority and this region have.
+        """
         if self._to_project(round_):
             return f"{self._region}'s own projections of the contributions"
         assert round_.decision is not None
@@ -112,28 +103,28 @@ class PayloadAudit:
             is_drawn = bool(round_.nonces) or not self._is_on
             return "" if is_drawn else f"the nonce of {drawer_of(round_.announcement, self._region)}"
         names = {contribution.learner for contribution in round_.decision.contributions} - round_.projections.keys()
-        late = sorted(filter(is_there, names))
-        if late and not self._is_projected(round_, windows):
+        late = sorted(name for name in names if self._liveness.reaches(name, now_ns=now_ns))
+        if late and not round_.own_rows.get(windows):
             return f"projections of {', '.join(late)}"
-        return "" if len(projection.sums) == len(windows) else f"{self._region}'s projection of it"
+        return "" if len(self._projection(round_).sums) == len(windows) else f"{self._region}'s projection of it"
 
-    def question(self, round_: OpenRound, projection: Projection, *, now_ns: int) -> str:
-        """Judge a question of the ballot before, then compare the payload's projection by this region, if any, with the
-        rows.
+    def question(self, round_: OpenRound, *, now_ns: int) -> str:
+        """Judge a question of the ballot before, then compare this region's projection of the payload with the rows.
 
         Returns: why the leader has to reduce all stripes alone, in words; empty if the payload may commit.
         """
         assert round_.decision is not None
         self._answer(round_, now_ns=now_ns)
-        windows, rows, contributions = round_.windows, self._rows(round_), round_.decision.contributions
-        if not windows or self._is_projected(round_, windows):
+        windows = round_.windows
+        if not windows or round_.own_rows.get(windows):
             return ""
-        coefficients = round_.decision.coefficients
+        rows, projection = self.rows(round_), self._projection(round_)
+        contributions, coefficients = round_.decision.contributions, round_.decision.coefficients
         reasons = wrong_reducers(windows, projection, coefficients, rows)
         for place in lacking_rows(coefficients, rows) if are_rows_due(round_.nonces) else ():
             reasons[contributions[place].learner] = "it has not told its projections, which are due"
         if reasons:
-            payload = QuestionedPayload(_cuts(round_), windows, projection, contributions, coefficients, rows)
+            payload = QuestionedPayload(cuts_of(round_.stripes), windows, projection, round_.decision, rows)
             self._questions[round_.fragment] = (round_.version, payload)
         return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
@@ -172,27 +163,30 @@ class PayloadAudit:
         version, question = self._questions.get(round_.fragment, (-1, None))
         if question is None or version != round_.version or round_.decision is None:
             return None
-        is_same = round_.reducers == (self._region,) and question.cuts == _cuts(round_)
-        return question if is_same and question.contributions == round_.decision.contributions else None
+        is_same = round_.reducers == (self._region,) and question.cuts == cuts_of(round_.stripes)
+        return question if is_same and question.decision.contributions == round_.decision.contributions else None
 
-    def _is_projected(self, round_: OpenRound, windows: tuple[Window, ...]) -> bool:
-        return bool(round_.own_rows.get(windows))
+    def _projection(self, round_: OpenRound) -> Projection:
+        return self._audits.projection(round_.fragment, round_.ballot)
 
-    def _rows(self, round_: OpenRound) -> Rows:
-        """Return the members' rows, or this region's own of their contributions if it has worked them out."""
+    def rows(self, round_: OpenRound) -> Rows:
+        """Return a row per member if the payload is audited, else nothing.
+
+        They are the members', or this region's own of their contributions if it has worked them out.
+        """
         assert round_.decision is not None
         windows = round_.windows
-        if self._is_projected(round_, windows):
-            return round_.own_rows[windows]
+        if not windows or round_.own_rows.get(windows):
+            return round_.own_rows.get(windows, ())
         rows = (round_.projections.get(contribution.learner, ()) for contribution in round_.decision.contributions)
         return tuple(row if len(row) == len(windows) else () for row in rows)
 
     def _answer(self, round_: OpenRound, *, now_ns: int) -> None:
         question = self._question_of(round_)
-        if question is None or not self._is_projected(round_, question.windows):
+        truth = round_.own_rows.get(question.windows) if question is not None else ()
+        if question is None or not truth:
             return
         del self._questions[round_.fragment]
-        truth = round_.own_rows[question.windows]
         blames = [
             Blame(
                 contribution.learner,
@@ -200,13 +194,9 @@ class PayloadAudit:
                 "it told other projections of its contribution than the leader finds",
                 is_proved=True,
             )
-            for contribution, claims, values in zip(question.contributions, question.rows, truth, strict=True)
+            for contribution, claims, values in zip(question.decision.contributions, question.rows, truth, strict=True)
             if claims and has_other_projections(contribution, question.windows, claims, values)
         ]
-        wrong = wrong_reducers(question.windows, question.projection, question.coefficients, truth)
+        wrong = wrong_reducers(question.windows, question.projection, question.decision.coefficients, truth)
         blames += [Blame(name, BallotRole.REDUCER, reason, is_proved=True) for name, reason in wrong.items()]
         self._judge.blame_all(round_, blames, now_ns=now_ns)
-
-
-def _cuts(round_: OpenRound) -> tuple[tuple[int, int], ...]:
-    return tuple((stripe.block_start, stripe.block_stop) for stripe in round_.stripes)

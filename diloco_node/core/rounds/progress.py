@@ -1,8 +1,7 @@
 """The run's position by the figures that end it: the leader asks it, and each region tells its learner.
 
 Learners differ in speed, and come and go. So the run is where its median learner is, and a learner that is away for a
-moment counts with its steps so far. Otherwise each restart of a slow one would move the run to where the faster ones
-are, and might end it.
+moment counts with its steps so far.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class RunPosition:
 
 
 class RunProgress:
-    """Remembers when each learner last made a step, and answers. regions: of the run. fragments: P."""
+    """Remembers when each learner last made a step, and answers."""
 
     def __init__(self, context: RoundContext) -> None:
         self._context, self._fragments = context, len(context.fragments)
@@ -55,8 +54,7 @@ class RunProgress:
         """Return the regions whose learner is there, or was not long ago, sorted.
 
         If only a minority makes steps, or is heard of, all learners count with their steps so far. Otherwise a region
-        that was cut off would take itself for the run; so would the first region to go on after a stall of all. Beside
-        a witness one of two is enough, for that is what a witness is for.
+        that was cut off would take itself for the run. Beside a witness one of two is enough.
         """
         names, recent = [], []
         for name in self._context.regions:
@@ -90,8 +88,7 @@ class RunProgress:
         return RunPosition(self._steps, min(1.0, max(fractions)) if fractions else None)
 
     def steps_of(self, name: str) -> int:
-        """Return the steps of a region's learner in all its lives: by its last report, else and before it by the
-        ledger."""
+        """Return the steps of a region's learner in all its lives: by its last report, and the ledger before that."""
         in_ledger = self._history.account.steps_before(name, INCARNATION_MAX + 1)
         status = self._liveness.learner(name)
         if status is None:

@@ -1,12 +1,10 @@
 """The end of a run in one region: who wants it, whether a leader may end it, the final file, the learner's stop.
 
 A run ends by its limits (`agenda.end_reason`), by an operator's order, or by the scripts of a majority of all regions:
-each script that calls `finish` votes for its region. Regions repeat their orders and votes to all others. A vote lasts
-as long as it is repeated, and the next life of a learner does not vote until its script does.
+each script that calls `finish` votes for its region. A vote lasts as long as it is repeated.
 
 A leader ends a run for every region. So each region looks at its own progress before it acknowledges an entry of the
-end. Where the run is not near it, an order or the votes must have come here. A region that knows of neither waits for
-a while; others may know.
+end. Where the run is not near it, an order or the votes must have come here.
 """
 
 from __future__ import annotations
@@ -83,8 +81,7 @@ class RunEnd:
                 self._vote = wish
 
     def take(self, region: str, request: FinishRequested, *, now_ns: int) -> str | None:
-        """Take a region's order or vote. Returns the reason to end the run with; None: more votes are needed, or it is
-        over."""
+        """Take a region's order or vote. Return the reason to end the run; None: votes lack, or it is over."""
         if self._history.finished is not None:
             return None  # one for its extension comes again after that
         if request.is_order:

@@ -1,6 +1,5 @@
 """Regions that the leader leaves out of its ballots as member or as reducer: for how long, and why.
 
-A region whose control lives while its bulk fails must not hold up every round; nor may one that contradicts the others.
 A region that fails its part once is tried by the next ballot, with a short deadline. It is suspended for a while if it
 fails twice in a row, and at once if it disagrees with the majority of the others. After the pause a short ballot tries
 it again. Each further failure doubles the pause.
@@ -61,8 +60,7 @@ class Blame:
 class _Suspect:
     """The record of one region in one role. until_ns: it may be tried from then on; None: it takes part.
 
-    failures: in a row. failed_at_ns: the last one. level: how often it was suspended, less what was forgiven.
-    clean: ballots without a fault since the last one.
+    failures: in a row. level: how often it was suspended, less what was forgiven. clean: ballots without a fault since.
     """
 
     reason: str
@@ -117,8 +115,7 @@ class SuspicionBook:
     ) -> None:
         """Begin as a new leader. Regions that the leader before left out have failed once: their next failure counts.
 
-        predecessor: the leader before, if it gave its place away: it stops, or held up the others. It is suspended for
-        the first pause.
+        predecessor: the leader before, if it gave its place away: it is suspended for the first pause.
         """
         self._suspects.clear()
         known_roles = {(name, role) for name in regions for role in BallotRole}
@@ -155,8 +152,7 @@ class SuspicionBook:
         )
 
     def is_doubted(self, region: str, role: BallotRole) -> bool:
-        """Whether the region failed this role in its last ballot, and is not suspended for it: the next ballot shows
-        more."""
+        """Whether the region failed this role in its last ballot, and is not suspended: the next ballot shows more."""
         suspect = self._suspects.get((region, role))
         return suspect is not None and suspect.failures > 0 and suspect.until_ns is None
 

@@ -15,11 +15,11 @@ import numpy as np
 from diloco_node.codec.digest import stripe_digest
 from diloco_node.codec.projection import project_values
 from diloco_node.core.events import CloseBallot, ReduceStripe, ReductionDone, StorePayload
-from diloco_node.core.merge.outer import outer_step
 from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.core.projections import ProjectContributions, Window
 from diloco_node.core.types import Ballot, Codec, Contribution, RoundBody, Stripe
 from diloco_node.lab.sim import fake_tensors as tensors
+from diloco_node.lab.sim.arithmetic import outer_step
 from diloco_node.lab.sim.disk import Disk, DiskPayload, DiskState
 from diloco_node.numeric import F32
 

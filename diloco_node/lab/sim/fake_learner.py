@@ -23,10 +23,11 @@ from diloco_node.core.events import (
     SnapshotTaken,
     TakeSnapshot,
 )
-from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, position_after
+from diloco_node.core.merge.carry import Anchor, carry_plan, position_after
 from diloco_node.core.row_book import RowBook
 from diloco_node.core.types import NO_STEPS, CarryMode, Contribution, FragmentPosition, LearnerStatus
 from diloco_node.lab.sim import fake_tensors as tensors
+from diloco_node.lab.sim.arithmetic import carry_over
 from diloco_node.lab.sim.world import Life, World
 from diloco_node.numeric import F32, F64
 

@@ -16,8 +16,8 @@ import numpy as np
 from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.core import events as ev
 from diloco_node.core.merge import outliers, weights
+from diloco_node.core.merge.numbers import MergeNumbers, outer_rates
 from diloco_node.core.merge.opposition import MEMBERS_MIN
-from diloco_node.core.merge.outer import outer_rates, outer_step
 from diloco_node.core.types import (
     CarryMode,
     Contribution,
@@ -28,6 +28,7 @@ from diloco_node.core.types import (
     Stripe,
 )
 from diloco_node.lab.sim import fake_tensors as tensors
+from diloco_node.lab.sim.arithmetic import outer_step
 from diloco_node.numeric import F32
 
 if TYPE_CHECKING:
@@ -216,10 +217,11 @@ class Oracle:
         rules = self._setup.manifest.fragments[body.fragment].rules
         if body.is_last:
             rules = (MergeRule.AVG,) * len(rules)
-        member_weights = [member.weight for member in body.members]
         sizes = self._setup.manifest.fragments[body.fragment].piece_sizes
         clips = outliers.clips(contributions, sizes, self._recent[body.fragment])
-        rows = weights.coefficients(contributions, member_weights, rules, clips)
+        member_weights = tuple(member.weight for member in body.members)
+        numbers = MergeNumbers(tuple(contributions), rules, member_weights, clips, body.share)
+        rows = numbers.coefficients()
         stripes = [self._merge_stripe(body, index, rows) for index in range(len(body.stripes))]
         if payload_digest(stripe_digest(stripe.encoded) for stripe in stripes) != body.payload_digest:
             if self.liars:
@@ -227,7 +229,7 @@ class Oracle:
             return None
         values = np.concatenate([stripe.decoded for stripe in stripes])
         norms = tensors.squared_norms(layout, values, 0, layout.block_count)
-        factors_due = weights.factors(contributions, member_weights, rules, clips, norms, share=body.share)
+        factors_due = numbers.factors(norms)
         if not all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(factors_due, body.factors, strict=True)):
             self._violate(f"factors: {body.fragment}/{body.version} has {body.factors}, expected {factors_due}")
         return values

@@ -274,7 +274,7 @@ class ModelTensors:
     ) -> None:
         """Carry-over in place: `theta = new + lam * (theta - anchor)`, or without an anchor `theta = new`.
 
-        Each operation is rounded to float32 by itself, as in `core.merge.carry.carry_over`.
+        Each operation is rounded to float32 by itself.
 
         Args:
             new, anchor: shape (part.size,), float32, CPU. Not changed.

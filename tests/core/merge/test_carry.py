@@ -3,9 +3,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.core.merge.carry import CARRY_FACTOR_MIN, Anchor, CarryPlan, carry_over, carry_plan, position_after
+from diloco_node.core.merge.carry import CARRY_FACTOR_MIN, Anchor, CarryPlan, carry_plan, position_after
 from diloco_node.core.merge.weights import cycles
 from diloco_node.core.types import CarryMode, FragmentPosition
+from diloco_node.lab.sim.arithmetic import carry_over
 from diloco_node.numeric import F32
 
 CARRY, OVERWRITE = CarryMode.CARRY, CarryMode.OVERWRITE

@@ -5,13 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_node.core.merge.quorum import (
-    SPREAD_SAMPLES_MAX,
     LearnerDue,
     OpenDecision,
-    ReportSpread,
     RoundTiming,
     decide_open,
     grace_ns,
+    p99,
     quorum_size,
 )
 from diloco_node.core.types import RunSettings
@@ -150,16 +149,8 @@ def test_asking_again_at_the_wake_up_time_gets_on(due: list[int | None], now: in
     assert decision.open is enough
 
 
-def test_the_spread_remembers_a_bounded_number_of_samples() -> None:
-    spread = ReportSpread()
-    assert spread.p99_ns == 0
-    assert spread.after(7).p99_ns == 7
-    for sample in range(100, 0, -1):
-        spread = spread.after(sample)
-    assert spread.p99_ns == 99  # 99 of 100 samples are at most 99
-    for sample in range(SPREAD_SAMPLES_MAX):
-        spread = spread.after(sample)
-    assert len(spread.samples_ns) == SPREAD_SAMPLES_MAX
-    assert spread.samples_ns[0] == 0
-    assert spread.p99_ns == 126  # ceil(0.99 * 128) = 127th of 0..127
-    assert ReportSpread().after(-5).samples_ns == (0,)
+def test_the_p99_is_the_sample_that_99_of_100_do_not_exceed() -> None:
+    assert p99(()) == 0
+    assert p99((7,)) == 7
+    assert p99(range(100, 0, -1)) == 99  # 99 of 100 samples are at most 99
+    assert p99(range(128)) == 126  # ceil(0.99 * 128) = 127th of 0..127

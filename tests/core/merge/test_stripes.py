@@ -14,12 +14,9 @@ from diloco_node.core.merge.stripes import (
     block_count,
     cut_by_budget,
     cut_finer,
-    cut_stripes,
     piece_blocks,
 )
 from diloco_node.core.types import RateLimits, Stripe
-
-share_lists = st.dictionaries(st.text("abcd", min_size=1, max_size=3), st.integers(0, 10_000), min_size=1, max_size=9)
 
 
 def test_blocks_never_cross_the_edge_of_a_piece() -> None:
@@ -33,47 +30,31 @@ def test_an_empty_piece_is_a_bug() -> None:
         piece_blocks([3, 0])
 
 
+def equal_stripes(blocks: int, names: list[str]) -> tuple[Stripe, ...]:
+    return cut_by_budget(RoundLoad(blocks, 1, 1, len(names)), names, dict.fromkeys(names, RateLimits()))
+
+
 def test_stripes_by_hand() -> None:
-    assert cut_stripes(100, [("us-west", 2), ("eu", 1), ("us-east", 2)]) == (
-        Stripe("eu", 0, 20),
-        Stripe("us-east", 20, 60),
-        Stripe("us-west", 60, 100),
-    )
     # 10 blocks by thirds: the running sums 10/3, 20/3, 10 are rounded down.
-    assert cut_stripes(10, [("c", 5), ("b", 5), ("a", 5)]) == (Stripe("a", 0, 3), Stripe("b", 3, 6), Stripe("c", 6, 10))
+    assert equal_stripes(10, ["c", "b", "a"]) == (Stripe("a", 0, 3), Stripe("b", 3, 6), Stripe("c", 6, 10))
 
 
-def test_a_region_without_share_or_too_small_for_a_block_has_no_stripe() -> None:
-    assert cut_stripes(10, [("a", 0), ("b", 1)]) == (Stripe("b", 0, 10),)
-    assert cut_stripes(2, [("a", 1), ("b", 1), ("c", 1)]) == (Stripe("b", 0, 1), Stripe("c", 1, 2))
+def test_where_blocks_are_fewer_than_regions_some_have_no_stripe() -> None:
+    assert equal_stripes(2, ["a", "b", "c"]) == (Stripe("b", 0, 1), Stripe("c", 1, 2))
 
 
 @settings(deadline=None)
-@given(st.integers(1, 5000), share_lists)
-def test_stripes_cover_all_blocks_in_proportion(blocks: int, shares: dict[str, int]) -> None:
-    if sum(shares.values()) == 0:
-        shares = {**shares, "z": 1}
-    stripes = cut_stripes(blocks, list(shares.items()))
-    assert stripes == cut_stripes(blocks, list(reversed(shares.items())))
+@given(st.integers(1, 5000), st.sets(st.text("abcd", min_size=1, max_size=3), min_size=1, max_size=9))
+def test_stripes_cover_all_blocks_in_equal_parts(blocks: int, names: set[str]) -> None:
+    stripes = equal_stripes(blocks, sorted(names))
+    assert stripes == equal_stripes(blocks, sorted(names, reverse=True))
     assert stripes[0].block_start == 0
     assert stripes[-1].block_stop == blocks
     assert all(left.block_stop == right.block_start for left, right in pairwise(stripes))
     assert all(left.reducer < right.reducer for left, right in pairwise(stripes))
-    total = sum(shares.values())
     sizes = {stripe.reducer: stripe.block_stop - stripe.block_start for stripe in stripes}
     assert all(size > 0 for size in sizes.values())
-    for region, share in shares.items():
-        assert abs(sizes.get(region, 0) * total - blocks * share) < total
-        assert share > 0 or region not in sizes
-
-
-@pytest.mark.parametrize(
-    ("blocks", "shares"),
-    [(0, [("a", 1)]), (5, []), (5, [("a", 0)]), (5, [("a", -1), ("b", 2)]), (5, [("a", 1), ("a", 2)])],
-)
-def test_a_cut_that_makes_no_sense_is_a_bug(blocks: int, shares: list[tuple[str, int]]) -> None:
-    with pytest.raises(ValueError, match=r"can't cut|nobody has a share"):
-        cut_stripes(blocks, shares)
+    assert all(abs(sizes.get(name, 0) * len(names) - blocks) < len(names) for name in names)
 
 
 def test_large_stripes_are_cut_into_nearly_equal_ones_of_the_same_reducer() -> None:

@@ -126,7 +126,7 @@ def test_a_summary_is_bounded_however_often_learners_die() -> None:
     assert (summary.closed[0].incarnation, summary.closed[0].tokens) == (191, (192 * 576,) * 2)
     assert len(data) < 1000
     assert history.account.steps_before("a", 200) == 200 * 9
-    assert "closed" in history.discard_fault(DiscardedBody("a", 3, 0, 0, 9, 1, "again"))
+    assert "closed" in history.account.fault(DiscardedBody("a", 3, 0, 0, 9, 1, "again"))
     assert history.account.discards_due("a", 3, steps=9, tokens=576, fragments=2, reason="") == ()
 
 

@@ -1,5 +1,6 @@
 """With whom a round is held: reach, stalled learners, reports older than the last commit."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -13,8 +14,7 @@ from diloco_node.core.rounds.eligibility import (
     STALLED_NS_MIN,
     STALLED_STEPS,
     Eligibility,
-    assess_reachability,
-    member_fault,
+    Reachability,
 )
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.suspicion import BallotRole, SuspicionBook
@@ -35,10 +35,16 @@ from tests.kit.rounds_kit import (
 NAMES = ("c", "a", "d", "b")
 
 
+def reach(
+    world: Neighbourhood, names: tuple[str, ...] = ("a", "b", "c"), *, now_ns: int, exclude: Collection[str] = ()
+) -> Reachability:
+    return eligibility_of(world.liveness, history_of(GENESIS), names).reachability(now_ns=now_ns, exclude=exclude)
+
+
 def test_everybody_who_reaches_everybody_is_reducer_and_learner() -> None:
     world = Neighbourhood(regions=("a", "b", "c"))
     world.all_hear(status(), now_ns=1)
-    result = assess_reachability("a", ("c", "b", "a"), world.liveness, now_ns=1)
+    result = reach(world, ("c", "b", "a"), now_ns=1)
     assert result.reachable == result.reducers == result.learners == ("a", "b", "c")
 
 
@@ -48,7 +54,7 @@ def test_two_that_do_not_reach_each_other_stay_members_but_reduce_nothing() -> N
     world.hear("b", status(), now_ns=1, hears=("a", "d"))
     world.hear("c", status(), now_ns=1, hears=("a", "b", "d"))
     world.hear("d", status(), now_ns=1, hears=("a", "b", "c"))
-    result = assess_reachability("a", NAMES, world.liveness, now_ns=1)
+    result = reach(world, NAMES, now_ns=1)
     assert result.reducers == ("a", "d")
     assert result.learners == ("a", "b", "c", "d")
 
@@ -58,7 +64,7 @@ def test_region_that_does_not_hear_the_leader_is_away() -> None:
     world.liveness.own_learner(status(), now_ns=1)
     world.hear("b", status(), now_ns=1, hears=("c",))
     world.hear("c", None, now_ns=1)
-    result = assess_reachability("a", ("a", "b", "c"), world.liveness, now_ns=1)
+    result = reach(world, now_ns=1)
     assert result.reachable == ("a", "c")
     assert result.learners == ("a",)
 
@@ -66,8 +72,8 @@ def test_region_that_does_not_hear_the_leader_is_away() -> None:
 def test_excluded_reducers_are_left_out_unless_nobody_else_is_there() -> None:
     world = Neighbourhood()
     world.all_hear(status(), now_ns=1)
-    assert assess_reachability("a", (*NAMES[:2], "b"), world.liveness, now_ns=1, exclude={"b"}).reducers == ("a", "c")
-    assert assess_reachability("a", ("a", "b"), world.liveness, now_ns=1, exclude={"a", "b"}).reducers == ("a", "b")
+    assert reach(world, (*NAMES[:2], "b"), now_ns=1, exclude={"b"}).reducers == ("a", "c")
+    assert reach(world, ("a", "b"), now_ns=1, exclude={"a", "b"}).reducers == ("a", "b")
 
 
 def test_learner_that_makes_no_steps_is_not_waited_for() -> None:
@@ -76,9 +82,9 @@ def test_learner_that_makes_no_steps_is_not_waited_for() -> None:
     now_ns = 1 + STALLED_NS_MIN
     world.liveness.own_learner(status(step=11), now_ns=now_ns)
     world.hear("b", status(step=10), now_ns=now_ns)
-    assert assess_reachability("a", ("a", "b"), world.liveness, now_ns=now_ns).learners == ("a", "b")
+    assert reach(world, ("a", "b"), now_ns=now_ns).learners == ("a", "b")
     world.hear("b", status(step=10), now_ns=now_ns + 1)
-    assert assess_reachability("a", ("a", "b"), world.liveness, now_ns=now_ns + 1).learners == ("a",)
+    assert reach(world, ("a", "b"), now_ns=now_ns + 1).learners == ("a",)
 
 
 def test_a_learner_that_leaves_is_asked_though_it_stands_still() -> None:
@@ -86,7 +92,7 @@ def test_a_learner_that_leaves_is_asked_though_it_stands_still() -> None:
     leaving = replace(status(step=10), leaving=True)
     for now_ns in (1, LEAVING_NS, LEAVING_NS + 2):
         world.hear("b", leaving, now_ns=now_ns)
-        learners = assess_reachability("a", ("a", "b"), world.liveness, now_ns=now_ns).learners
+        learners = reach(world, ("a", "b"), now_ns=now_ns).learners
         assert ("b" in learners) == (now_ns <= LEAVING_NS), "not for ever"
 
 
@@ -103,18 +109,20 @@ def test_a_region_that_leaves_reduces_nothing_more_while_others_can() -> None:
 def test_stopped_learner_is_away() -> None:
     world = Neighbourhood()
     world.all_hear(status(finished=True), now_ns=1)
-    assert assess_reachability("a", ("a",), world.liveness, now_ns=1).learners == ()
+    assert reach(world, ("a",), now_ns=1).learners == ()
 
 
 HISTORY = history_of(GENESIS, committed_round(0, 1, [contribution("b", steps=(0, 10))]))
 
 
-def fault(**changed: object) -> str:
-    arguments = {"incarnation_min": 1, "is_recent": False} | {
-        key: value for key, value in changed.items() if key in ("incarnation_min", "is_recent")
-    }
-    report = status(int(str(changed.get("step", 11))), f0=position(base=int(str(changed.get("base", 1))), step=10))
-    return member_fault("b", report, 0, HISTORY, **arguments)  # type: ignore[arg-type]
+def fault(*, step: int = 11, base: int = 1, incarnation_min: int = 1, is_recent: bool = False) -> str:
+    """Why the learner of b can't join, or "". is_recent: its report may be older than the last apply."""
+    world, now_ns = Neighbourhood(), BEHIND_NS + (not is_recent)
+    eligibility = eligibility_of(world.liveness, HISTORY)
+    eligibility.observe_incarnation("b", incarnation_min)
+    world.hear("b", status(step, f0=position(base=base, step=10)), now_ns=now_ns)
+    reachability = eligibility.reachability(now_ns=now_ns)
+    return dict(eligibility.members(0, reachability, now_ns=now_ns)[1]).get("b", "")
 
 
 def test_member_needs_a_base_that_is_not_older_than_its_last_inclusion() -> None:
@@ -145,7 +153,7 @@ def test_a_learner_that_says_its_steps_take_for_ever_is_not_waited_for_for_ever(
         world.liveness.own_learner(status(now_ns), now_ns=now_ns)
         world.hear("b", slow, now_ns=now_ns)
         world.hear("c", status(now_ns), now_ns=now_ns)
-        result = assess_reachability("a", ("a", "b", "c"), world.liveness, now_ns=now_ns)
+        result = reach(world, now_ns=now_ns)
         assert ("b" in result.learners) == is_there
     assert result.learners == ("a", "c")
 

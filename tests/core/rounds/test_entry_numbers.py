@@ -11,8 +11,7 @@ import pytest
 from diloco_node.core.ledger.entries import ZERO_HASH
 from diloco_node.core.ledger.summary import encode_summary
 from diloco_node.core.merge.freivalds import WINDOWS, are_rows_due, draw_windows
-from diloco_node.core.merge.numbers import MergeNumbers, merge_numbers
-from diloco_node.core.merge.outer import outer_rates
+from diloco_node.core.merge.numbers import MergeNumbers, merge_numbers, outer_rates
 from diloco_node.core.merge.outliers import ROUNDS_KEPT, RecentRounds
 from diloco_node.core.merge.stripes import piece_blocks
 from diloco_node.core.merge.weights import to_float32

@@ -159,7 +159,8 @@ def test_a_drawer_that_reduces_nothing_and_is_lost_is_not_waited_for() -> None:
     office.merge(announcement)
     round_ = office.leader.rounds[0]
     drawer = drawer_of(round_.announcement, "a")
-    office.leader._audit.draw(round_, lambda name: name != drawer, now_ns=office.now_ns)
+    office.world.liveness.link_changed(drawer, is_up=False)
+    office.leader._audit.draw(round_, now_ns=office.now_ns)
     assert round_.nonces == (nonce_of(b"a", round_.ballot),)
 
 
@@ -451,6 +452,8 @@ def test_discard_waits_while_an_open_round_may_include_the_steps() -> None:
     office.contribute(announcement, "b")
     office.leader.take_discards([replace(DISCARD, fragment=1, step_to=10_000)], now_ns=office.now_ns)
     assert not office.leader.proposals, "its learner has not made so many, by its last report"
+    office.leader.take_discards([replace(DISCARD, fragment=at) for at in (-1, 2)], now_ns=office.now_ns)
+    assert not office.leader.proposals, "there are no such fragments"
     office.report(status(0, incarnation=2), "b")
     office.leader.take_discards([DISCARD, replace(DISCARD, fragment=1)], now_ns=office.now_ns)
     assert list(office.leader.proposals) == [replace(DISCARD, fragment=1)]

@@ -10,6 +10,7 @@ from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_dig
 from diloco_node.core import events as ev
 from diloco_node.core.membership.absence import EVICT_AFTER_NS
 from diloco_node.core.merge import weights
+from diloco_node.core.merge.numbers import MergeNumbers
 from diloco_node.core.types import Ballot, Codec, Contribution, DiscardedBody, GenesisBody, Member, RoundBody, Stripe
 from diloco_node.lab.sim import fake_tensors as tensors
 from diloco_node.lab.sim.audit import Audit
@@ -59,7 +60,8 @@ class Bench:
         rules = self.setup.manifest.fragments[0].rules
         whole = ((1.0,) * len(rules),) * len(made)
         raw = weights.weights(made, [0] * len(made), whole, self.setup.settings)
-        rows = weights.coefficients(made, raw, rules, [(1.0,) * len(rules)] * len(made))
+        numbers = MergeNumbers(tuple(made), tuple(rules), raw, ((1.0,) * len(rules),) * len(made), 1.0)
+        rows = numbers.coefficients()
         middle = self.layout.block_count // 2
         stripes = (Stripe("asia-ne", 0, middle), Stripe("sa-east", middle, self.layout.block_count))
         parts = []
@@ -71,7 +73,7 @@ class Bench:
         digest = payload_digest(stripe_digest(part.encoded) for part in parts)
         values = np.concatenate([part.decoded for part in parts])
         norms = tensors.squared_norms(self.layout, values, 0, self.layout.block_count)
-        factors = weights.factors(made, raw, rules, [(1.0,) * len(rules)] * len(made), norms, share=1.0)
+        factors = numbers.factors(norms)
         members = tuple(Member(one, value) for one, value in zip(made, raw, strict=True))
         return RoundBody(0, version, ballot, members, 1.0, factors, stripes, digest, squared_norms=norms)
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_over
+from diloco_node.core.merge.carry import Anchor, CarryPlan
 from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
+from diloco_node.lab.sim.arithmetic import carry_over
 from diloco_node.learner.layouts.names import unwrap
 from diloco_node.learner.layouts.shard_map import Box, LocalFragment, whole_map
 from diloco_node.learner.layouts.tensors import ModelTensors, memory_of

@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.core.merge.outer import outer_rates, outer_step
+from diloco_node.core.merge.numbers import outer_rates
 from diloco_node.core.types import RunSettings
+from diloco_node.lab.sim.arithmetic import outer_step
 from diloco_node.numeric import F32
 
 

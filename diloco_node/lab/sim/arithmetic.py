@@ -1,14 +1,14 @@
-"""The outer step, written down as a reference: SGD with Nesterov momentum on float32 vectors.
+"""The outer step and carry-over on whole vectors: what simulated regions do, and a reference for the real ones.
 
-`codec/kernels.py` has the fast one; both do the same operations in the same order, each rounded to float32, so their
-results have equal bits. Tests and benchmarks compare against this one.
+`codec/kernels.py` and `learner/layouts/tensors.py` have the fast ones; they do the same operations in the same order,
+each rounded to float32, so their results have equal bits.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from diloco_node.core.types import RunSettings
+from diloco_node.core.merge.carry import Anchor, CarryPlan
 from diloco_node.numeric import F32
 
 
@@ -35,11 +35,18 @@ def outer_step(theta: F32, momentum: F32, delta: F32, *, lr: float, mu: float) -
     return theta - move, momentum_new
 
 
-def outer_rates(settings: RunSettings, *, is_last: bool) -> tuple[float, float]:
-    """Outer learning rate and momentum of a round: the run's, but 1 and 0 in the last round of a fragment.
+def carry_over(plan: CarryPlan, *, new: F32, theta: F32, anchor: F32 | None) -> F32:
+    """The learner's parameters after the apply, by a plan of `core.merge.carry`.
 
-    There the model ends at the plain mean of its learners. Stretched directions and momentum pay for themselves in the
-    rounds that follow; in a last one they are only noise: the final held-out loss was 0.3 to 0.6 % higher with them,
-    and higher than the learners' own. The momentum stays as it is, for a run that is extended.
+    new: the new version. theta: its parameters now. anchor: the snapshot or base that the plan names, None for
+    `Anchor.NONE`. All have shape (n,), float32, and are not changed.
+
+    Returns: shape (n,), float32. Exactly `new` for a learner that did not move since its anchor. Each operation is
+    rounded to float32 by itself; with `carry_factor` 1 there is no multiplication.
     """
-    return (1.0, 0.0) if is_last else (settings.outer_lr, settings.outer_momentum)
+    if (anchor is None) != (plan.anchor is Anchor.NONE):
+        raise ValueError(f"the plan's anchor is {plan.anchor}, but {'no' if anchor is None else 'an'} array was given")
+    if anchor is None:
+        return new.copy()
+    gap = theta - anchor
+    return new + (gap if plan.carry_factor == 1.0 else np.float32(plan.carry_factor) * gap)
