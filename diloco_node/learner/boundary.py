@@ -97,7 +97,7 @@ class StepBoundaries:
         if boundary.wants_end:
             self.wish.pass_on(self.ranks, session)
         if look is not None:
-            look(boundary.has_orders or fragments.arriving)
+            look(boundary.has_orders or bool(fragments.incoming))
             fragments.replicas.check(fragments.step + 1, self.ranks.greatest)
         fragments.revert.verify()
         self._tell(fragments.revert.take_warning())
@@ -293,5 +293,5 @@ class StepBoundaries:
     def _wait(self, at_most_s: float) -> None:
         """For an order, where no step is under way; less while a version is on its way, or orders wait for room."""
         if self.session is not None:
-            is_soon = self.fragments.arriving or self.session.link.waiting_commands
+            is_soon = self.fragments.incoming or self.session.link.waiting_commands
             self.session.link.wait(min(at_most_s, COMING_WAIT_S) if is_soon else at_most_s)

@@ -339,7 +339,7 @@ class LearnerSession:
             is_offer = isinstance(command, VersionOffered)
             is_early = is_offer and self.fragments.is_busy(index)
             is_early = is_early or not self.fragments.has_room(command, ahead=len(offers if is_offer else requests))
-            if is_early or index in waiting or index in requests or index in offers or self.fragments.is_coming(index):
+            if is_early or index in waiting or index in requests or index in offers or index in self.fragments.incoming:
                 waiting.add(index)
                 later.append(command)
             elif isinstance(command, SnapshotRequested):

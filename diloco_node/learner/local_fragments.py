@@ -17,6 +17,7 @@ snapshot of the fragment replaces it. Asked again for the same version and base 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_plan, position_after
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.types import NO_STEPS, CarryMode, FragmentPosition
+from diloco_node.core.types import NO_STEPS, CarryMode, Contribution, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
 from diloco_node.learner.contribution_area import ContributionArea
 from diloco_node.learner.fragment_settings import FragmentSettings
@@ -39,7 +40,7 @@ from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.replica_check import ReplicaCheck
 from diloco_node.learner.revert import RevertCheck
-from diloco_node.learner.snapshots import ComingVersion, HeldSnapshot, SnapshotFacts, SnapshotRooms, host_room
+from diloco_node.learner.snapshots import ComingVersion, HeldSnapshot, SnapshotRooms, host_room
 from diloco_node.learner.worker import BackgroundWorker
 from diloco_node.numeric import F32, U8
 from diloco_node.wire.learner_link import (
@@ -74,6 +75,7 @@ class LearnerFragments:
     Attributes:
         positions, slots: per fragment. step, tokens: of this incarnation, at the last boundary.
         applied: versions written into the model.
+        incoming: by fragment the version on its way to all ranks, in the same order on all; gone when it is applied.
         replicas: compares what several ranks hold.
         pending_looks: gives the looks at the model, ordered so far, by which a snapshot may be refused.
     """
@@ -142,8 +144,7 @@ class LearnerFragments:
         self._snapshots: dict[int, HeldSnapshot] = {}
         self._taken: list[HeldSnapshot] = []  # at this boundary: the encoder does not have them yet
         self.pending_looks: Callable[[], tuple[LateLook, ...]] = tuple
-        # By fragment the version on its way; in the same order on all ranks. Gone when it is applied.
-        self._incoming: dict[int, ComingVersion] = {}
+        self.incoming: dict[int, ComingVersion] = {}
         # By fragment the newest snapshot that an applied version included: no older one is carried over again.
         self._last_included: dict[int, int] = {}
         # The own parameters from just before the run's last merges; None until those begin.
@@ -169,9 +170,8 @@ class LearnerFragments:
     def unresolved(self) -> tuple[int, ...]:
         """Per fragment the number of its unresolved snapshot, or NO_SNAPSHOT."""
         snapshots = self._snapshots
-        return tuple(
-            snapshots[index].facts.number if index in snapshots else NO_SNAPSHOT for index in range(len(self.positions))
-        )
+        indices = range(len(self.positions))
+        return tuple(snapshots[at].contribution.snapshot if at in snapshots else NO_SNAPSHOT for at in indices)
 
     def write_initial_state(self) -> None:
         """Copy the model's parameters into the version area, where the daemon takes Theta_0 from. All ranks call it."""
@@ -228,7 +228,7 @@ class LearnerFragments:
         self._worker.check()
         previous = self._snapshots.get(request.fragment)
         name = request.version, request.base_version
-        if previous is not None and (previous.facts.version, previous.facts.base_version) == name:
+        if previous is not None and (previous.version, previous.contribution.base_version) == name:
             return previous.answer if previous.encoded.is_set() else None
         position = self.positions[request.fragment]
         if request.base_version != position.base_version:
@@ -244,8 +244,20 @@ class LearnerFragments:
         fetch = None if self._lane is None else self._lane.pack(local, values, is_kept=self._is_encoded_there)
         if fetch is None:
             self.tensors.read(local, values)
-        facts = SnapshotFacts.of(request, position, number=self._next_snapshot, step=self.step, tokens=self.tokens)
-        snapshot = HeldSnapshot(facts, values, buffer, fetch, self.pending_looks())
+        contribution = Contribution(
+            learner=self.settings.region,
+            incarnation=self.settings.incarnation,
+            fragment=request.fragment,
+            base_version=request.base_version,
+            snapshot=self._next_snapshot,
+            step_from=position.included_step,
+            step_to=self.step,
+            tokens=self.tokens - position.included_tokens,
+            squared_norms=(),
+            rows=HERE.rows(request.fragment, self.step),
+        )
+        looks = self.pending_looks()
+        snapshot = HeldSnapshot(request.version, contribution, self.tokens, values, buffer, fetch, looks)
         self._next_snapshot += 1
         self._snapshots[request.fragment] = snapshot
         self._taken.append(snapshot)
@@ -277,7 +289,8 @@ class LearnerFragments:
 
     def _encoded(self, snapshot: HeldSnapshot, room: Room | None) -> SnapshotReady | SnapshotDenied | None:
         """The answer; None on ranks other than 0."""
-        index, exchange = snapshot.facts.fragment, self._exchange if self._is_gathered else None
+        contribution, exchange = snapshot.contribution, self._exchange if self._is_gathered else None
+        index = contribution.fragment
         # The same subtraction as the kernel's.
         difference = None if exchange is None else exchange.gather(index, self._base[index] - snapshot.values)
         if not self._is_first:
@@ -291,33 +304,22 @@ class LearnerFragments:
                 rows = None if lane is None or room is None else lane.encode(room, base, blocks)
                 norms = self._contributions.encode(index, base.numpy(), snapshot.values.numpy(), rows)
         except PayloadCorrupt as error:
-            return SnapshotDenied(
-                index, snapshot.facts.version, f"step {snapshot.facts.step}: {snapshot.refusal or error}"
-            )
-        region, incarnation = self.settings.region, self.settings.incarnation
-        return SnapshotReady(snapshot.facts.contribution(region, incarnation, norms.tolist()))
+            reason = f"step {contribution.step_to}: {snapshot.refusal or error}"
+            return SnapshotDenied(index, snapshot.version, reason)
+        return SnapshotReady(replace(contribution, squared_norms=tuple(norms.tolist())))
 
     # ---- versions ----------------------------------------------------------------------------------------------------
     def is_busy(self, index: int) -> bool:
         """Whether a version of this fragment can't be taken now: its base is still read, or one is on its way."""
         self._worker.check()
         snapshot = self._snapshots.get(index)
-        return index in self._incoming or (snapshot is not None and not snapshot.encoded.is_set())
+        return index in self.incoming or (snapshot is not None and not snapshot.encoded.is_set())
 
     def has_room(self, order: SnapshotRequested | VersionOffered, *, ahead: int) -> bool:
         """Whether an order can be carried out at this boundary, after `ahead` others of its kind."""
         if self._lane is None:
             return True
         return ahead < (self._lane.free_down if isinstance(order, SnapshotRequested) else self._lane.free_up)
-
-    def is_coming(self, index: int) -> bool:
-        """Whether a version of this fragment is on its way to all ranks."""
-        return index in self._incoming
-
-    @property
-    def arriving(self) -> bool:
-        """Whether any version is on its way to all ranks."""
-        return bool(self._incoming)
 
     def take(self, offer: VersionOffered, values: Tensor | None = None) -> None:
         """Begin to take a version from its slot, or rank 0's `values` (n,), float32, CPU. Ask `is_busy` first.
@@ -329,7 +331,7 @@ class LearnerFragments:
         index = offer.fragment
         if values is None:
             values = self._area[offer.slot, : self.manifest.fragments[index].size] if self._is_first else self._area
-        incoming = self._incoming[index] = ComingVersion(offer, values, offer.slot)
+        incoming = self.incoming[index] = ComingVersion(offer, values, offer.slot)
         position, exchange, lane = self.positions[index], self._exchange, self._lane
         if (exchange is None and lane is None) or offer.version <= position.base_version:
             incoming.arrived.set()
@@ -358,15 +360,15 @@ class LearnerFragments:
 
         Raises LearnerError: the worker has ended.
         """
-        if self._incoming:
+        if self.incoming:
             self._worker.drain()
-        for incoming in self._incoming.values():
+        for incoming in self.incoming.values():
             incoming.place, incoming.slot = incoming.place.clone(), NO_SLOT
 
     def arrived(self) -> tuple[int, ...]:
         """Fragments, ascending, of which this rank has all of a version that was begun."""
         self._worker.check()
-        coming = self._incoming.items()
+        coming = self.incoming.items()
         return tuple(sorted(index for index, incoming in coming if incoming.arrived.is_set())) if coming else ()
 
     def apply(self, offer: VersionOffered, values: Tensor | None = None) -> OfferApplied:
@@ -385,7 +387,7 @@ class LearnerFragments:
 
         Raises LearnerError: the daemon names a snapshot that this learner does not have.
         """
-        incoming, position = self._incoming.pop(index), self.positions[index]
+        incoming, position = self.incoming.pop(index), self.positions[index]
         offer, version = incoming.offered, incoming.offered.version
         if version <= position.base_version:
             return OfferApplied(index, position.base_version, position, 1.0, 0, self.slots[index])
@@ -410,7 +412,7 @@ class LearnerFragments:
         self.revert.after(primary)
         self.positions[index] = position_after(
             position,
-            inclusion=None if snapshot is None else (snapshot.facts.step, snapshot.facts.tokens),
+            inclusion=None if snapshot is None else (snapshot.contribution.step_to, snapshot.tokens),
             step=self.step,
             tokens=self.tokens,
             version=version,
@@ -418,8 +420,8 @@ class LearnerFragments:
             is_kept=plan.anchor is not Anchor.NONE,
         )
         if snapshot is not None:
-            self._last_included[index] = snapshot.facts.number
-            HERE.include(index, snapshot.facts.step)
+            self._last_included[index] = snapshot.contribution.snapshot
+            HERE.include(index, snapshot.contribution.step_to)
         if index in self._snapshots:
             self._resolve(self._snapshots[index])
         carry_factor = 1.0 if position.base_version < 0 else plan.carry_factor
@@ -456,11 +458,11 @@ class LearnerFragments:
             # The daemon made this offer before it knew what this learner had just applied: the snapshot is in its base.
             return None
         snapshot = self._snapshots.get(offer.fragment)
-        if snapshot is None or snapshot.facts.number != offer.included_snapshot:
+        if snapshot is None or snapshot.contribution.snapshot != offer.included_snapshot:
             raise LearnerError(
                 f"fragment {offer.fragment} version {offer.version} includes snapshot {offer.included_snapshot}, "
                 f"but this learner (incarnation {self.settings.incarnation}) holds "
-                f"{'none' if snapshot is None else snapshot.facts.number}: its steps can't be carried over; "
+                f"{'none' if snapshot is None else snapshot.contribution.snapshot}: its steps can't be carried over; "
                 "restart the learner"
             )
         return snapshot
@@ -469,8 +471,8 @@ class LearnerFragments:
         """The plan, and how many own steps it keeps."""
         if position.base_version < 0:
             return CarryPlan(Anchor.NONE, 0.0), 0
-        since = self.step - (position.included_step if snapshot is None else snapshot.facts.step)
-        missed = version - (position.base_version if snapshot is None else snapshot.facts.version)
+        since = self.step - (position.included_step if snapshot is None else snapshot.contribution.step_to)
+        missed = version - (position.base_version if snapshot is None else snapshot.version)
         mode, limit = self.settings.carry, self.settings.carry_steps_limit
         is_included = snapshot is not None
         plan = carry_plan(
@@ -479,7 +481,7 @@ class LearnerFragments:
         return plan, since if plan.carry_factor > 0.0 else 0
 
     def _resolve(self, snapshot: HeldSnapshot) -> None:
-        del self._snapshots[snapshot.facts.fragment]
+        del self._snapshots[snapshot.contribution.fragment]
         # While the encoder still reads the values, they are left to the garbage collector.
         if snapshot.encoded.is_set():
             self._rooms.give_back(snapshot.buffer)

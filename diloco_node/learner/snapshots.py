@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final
@@ -13,58 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diloco_node.core.types import Contribution, FragmentPosition
+from diloco_node.core.types import Contribution
 from diloco_node.learner.late_looks import LateLook
 from diloco_node.learner.layouts.device import Room
-from diloco_node.learner.region_shards import HERE
-from diloco_node.wire.learner_link import SnapshotDenied, SnapshotReady, SnapshotRequested, VersionOffered
+from diloco_node.wire.learner_link import SnapshotDenied, SnapshotReady, VersionOffered
 
 SPARE_ROOMS: Final = 2
 """Kept for the next snapshots: as many rounds are in flight by default. When more were, as after ballots that failed,
 the memory of the others is given back."""
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotFacts:
-    """The name of a snapshot, and the steps and tokens that it covers.
-
-    Attributes:
-        version, base_version: of the request. rows: as `Contribution.rows`.
-    """
-
-    number: int
-    fragment: int
-    version: int
-    base_version: int
-    step_from: int
-    step: int
-    tokens_from: int
-    tokens: int
-    rows: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls, request: SnapshotRequested, position: FragmentPosition, *, number: int, step: int, tokens: int
-    ) -> SnapshotFacts:
-        """Name the snapshot that is taken now, at this step, for a fragment that stands at this position."""
-        rows = HERE.rows(request.fragment, step)
-        where = (position.included_step, step, position.included_tokens, tokens)
-        return cls(number, request.fragment, request.version, request.base_version, *where, rows)
-
-    def contribution(self, learner: str, incarnation: int, squared_norms: Sequence[float]) -> Contribution:
-        """Return the contribution that it becomes when it is encoded."""
-        return Contribution(
-            learner=learner,
-            incarnation=incarnation,
-            fragment=self.fragment,
-            base_version=self.base_version,
-            snapshot=self.number,
-            step_from=self.step_from,
-            step_to=self.step,
-            tokens=self.tokens - self.tokens_from,
-            squared_norms=tuple(squared_norms),
-            rows=self.rows,
-        )
 
 
 @dataclass(slots=True)
@@ -72,6 +27,8 @@ class HeldSnapshot:
     """S: the parameters of one fragment at a step boundary, until a version resolves it.
 
     Attributes:
+        version: of the request. contribution: what it becomes; its norms are known when it is encoded.
+        tokens: of this incarnation, at that boundary.
         values: shape (owned size,), float32, CPU; the first part of `buffer`, which comes from the rooms.
         fetch: done when they have come from the device, with the room that is still needed; None without a device.
         looks: at the model, ordered before, that were not judged yet: what they refuse is not sent. refusal: why.
@@ -79,7 +36,9 @@ class HeldSnapshot:
         encoded: set by the encoder after `answer`.
     """
 
-    facts: SnapshotFacts
+    version: int
+    contribution: Contribution
+    tokens: int
     values: Tensor
     buffer: Tensor
     fetch: Future[Room | None] | None = None

@@ -77,7 +77,8 @@ DEVICE_FAULTS: Final = {
     "packed-behind-the-next-step": DeviceFault(
         FRAGMENTS,
         "        room = snapshot.fetched()\n",
-        "        room = None\n        self.tensors.read(self._owned[snapshot.facts.fragment], snapshot.values)\n",
+        "        room = None\n"
+        "        self.tensors.read(self._owned[snapshot.contribution.fragment], snapshot.values)\n",
     ),
     "encoded-before-it-was-fetched": DeviceFault(
         FRAGMENTS,
