@@ -34,7 +34,7 @@ from diloco_node.learner.auto_step import AutoStep
 from diloco_node.learner.boundary import StepBoundaries
 from diloco_node.learner.checkpoint import Stateful, TrainingProgress
 from diloco_node.learner.checkpointing import Checkpointing
-from diloco_node.learner.daemon_session import LearnerSession, fragments_of, join
+from diloco_node.learner.daemon_session import LearnerSession, fragments_of, join, manifest_of
 from diloco_node.learner.first_parameters import FirstParameters
 from diloco_node.learner.frozen_tensors import frozen_listing
 from diloco_node.learner.layouts.module_group import ModuleGroup
@@ -125,8 +125,7 @@ def attach(
 class Diloco(LoopView):
     """A training loop's place in the run; made by `attach`, used as a context manager.
 
-    Attributes:
-        token_check: compares the tokens of `step` with those of a loader in `stateful`.
+    token_check: compares the tokens of `step` with those of a loader in `stateful`.
     """
 
     def __init__(
@@ -474,7 +473,8 @@ class Diloco(LoopView):
                 self._warn(text)
         else:
             HERE.begin(welcome, is_first=False)
-            self._fragments = fragments_of(welcome, self._tensors, specs, shards=shards, ranks=self._ranks)
+            manifest = manifest_of(specs, welcome)
+            self._fragments = fragments_of(welcome, self._tensors, manifest, shards=shards, ranks=self._ranks)
         progress = self._checkpoints.resume(
             Path(welcome.state_dir), welcome.manifest_digest, self._ranks, tensors=self._tensors, shards=shards
         )
@@ -482,7 +482,7 @@ class Diloco(LoopView):
         # The run may be further than this region's learner was when it died, or its daemon may not know yet how far.
         self.global_step = max(self.global_step, progress.global_step)
         if self._session is not None:
-            self._session.resumed(self.global_step)
+            self._session.run_clock.resume(self.global_step)
         self._boundaries = StepBoundaries(
             self._ranks, self._fragments, self._session, self._checkpoints, self._terminate, self._wish
         )

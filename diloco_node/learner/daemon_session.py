@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -241,23 +241,19 @@ class LearnerSession:
             with contextlib.suppress(StorageError):
                 HERE.save(Path(welcome.state_dir))
 
-        return LearnerFragments(
+        versions = request_area(self._memory, VERSION_AREA, version_area_bytes)
+        contributions = request_area(self._memory, CONTRIBUTION_AREA, contributions_bytes)
+        return fragments_of(
+            welcome,
             self._tensors,
             manifest,
-            settings_of(welcome),
-            version_area=np.frombuffer(request_area(self._memory, VERSION_AREA, version_area_bytes), np.float32),
-            contribution_area=np.frombuffer(
-                request_area(self._memory, CONTRIBUTION_AREA, contributions_bytes), np.uint8
-            ),
+            shards=self._shards,
+            ranks=self._ranks,
+            version_area=np.frombuffer(versions, np.float32),
+            contribution_area=np.frombuffer(contributions, np.uint8),
             answer=self._answer,
             before_ready=make_durable,
-            shards=self._shards,
-            exchange=exchange_of(self._ranks, self._shards, manifest),
         )
-
-    def resumed(self, global_step: int) -> None:
-        """The checkpoint was read, and the run was there."""
-        self.run_clock.resume(global_step)
 
     def count(self) -> None:
         """A step was made: count it, durably against a kill, before anybody hears of it."""
@@ -464,35 +460,26 @@ def manifest_of(specs: tuple[TensorSpec, ...], welcome: Welcome) -> Manifest:
 
 
 def fragments_of(
-    welcome: Welcome, tensors: ModelTensors, specs: tuple[TensorSpec, ...], *, shards: ShardMap, ranks: Ranks
+    welcome: Welcome, tensors: ModelTensors, manifest: Manifest, *, shards: ShardMap, ranks: Ranks, **daemon: Any
 ) -> LearnerFragments:
-    """The fragments of a rank that has no session. Raises LearnerError: the run has another model."""
-    manifest = manifest_of(specs, welcome)
+    """The fragments of a rank. daemon: on rank 0, what `LearnerFragments` shares with it."""
+    group = ranks.bulk_group
     return LearnerFragments(
         tensors,
         manifest,
-        settings_of(welcome),
+        FragmentSettings(
+            region=welcome.region,
+            incarnation=welcome.incarnation,
+            codec_up=welcome.codec_up,
+            carry=welcome.carry,
+            carry_steps_limit=welcome.carry_steps_limit,
+            encode="device" if os.environ.get(ENCODER_VARIABLE) == "device" else "host",
+        ),
         shards=shards,
         rank=ranks.rank,
-        exchange=exchange_of(ranks, shards, manifest),
+        exchange=None if group is None else RankExchange(group, ranks.rank, shards, manifest),
+        **daemon,
     )
-
-
-def settings_of(welcome: Welcome) -> FragmentSettings:
-    """Return what the Welcome and `[learner] encode` fix for the fragments."""
-    return FragmentSettings(
-        region=welcome.region,
-        incarnation=welcome.incarnation,
-        codec_up=welcome.codec_up,
-        carry=welcome.carry,
-        carry_steps_limit=welcome.carry_steps_limit,
-        encode="device" if os.environ.get(ENCODER_VARIABLE) == "device" else "host",
-    )
-
-
-def exchange_of(ranks: Ranks, shards: ShardMap, manifest: Manifest) -> RankExchange | None:
-    """The way between the ranks; None where there is one."""
-    return None if ranks.bulk_group is None else RankExchange(ranks.bulk_group, ranks.rank, shards, manifest)
 
 
 def _identity(welcome: Welcome) -> tuple[str, str, int, str]:
