@@ -42,9 +42,6 @@ WAITING: Final = b"?"
 PATIENCE: Final = timedelta(minutes=30)
 """For ranks in one step, at least: rank 0 may evaluate meanwhile. The connection of a rank that dies ends at once."""
 
-_HEAD: Final = 10
-"""Integers of the vector before those of each fragment."""
-
 _ORDERS_HEAD: Final = struct.Struct("<?q")
 """Orders that are no messages: `wants_initial_state`, `carry_steps_limit`."""
 
@@ -186,35 +183,29 @@ class Ranks:
         if self.size == 1:
             return boundary
         # Whole numbers are added up without rounding; 0 stands for None.
-        units = 0 if boundary.part is None else 1 + round(boundary.part * PART_UNITS)
-        wishes = (boundary.has_orders, boundary.wants_checkpoint)
         head = (
             boundary.tokens,
             boundary.is_stopping,
+            boundary.has_orders,
+            boundary.wants_checkpoint,
             boundary.global_step,
-            units,
-            *wishes,
+            0 if boundary.part is None else 1 + round(boundary.part * PART_UNITS),
             boundary.is_idle,
             1 + boundary.written_step,
             boundary.wants_end,
             boundary.is_held,
         )
-        values = torch.tensor([int(value) for value in head] + [0] * fragments, device="cpu")
-        for index in boundary.arrived:
-            values[_HEAD + index] = 1
+        values = torch.tensor([*map(int, head), *(int(f in boundary.arrived) for f in range(fragments))], device="cpu")
         with among_ranks():
             dist.all_reduce(values, group=self._group)
-        totals = values.tolist()
-        tokens, stops, global_step, units, has_orders, wants_checkpoint, idle, written_step, ends, holds = totals[
-            :_HEAD
-        ]
+        tokens, stops, orders, wishes, step, units, idle, written_step, ends, holds, *counts = values.tolist()
         return Boundary(
             tokens,
             stops > 0,
-            has_orders > 0,
-            wants_checkpoint > 0,
-            tuple(f for f, count in enumerate(totals[_HEAD:]) if count == self.size),
-            global_step,
+            orders > 0,
+            wishes > 0,
+            tuple(f for f, count in enumerate(counts) if count == self.size),
+            step,
             (units - 1) / PART_UNITS if units else None,
             idle == self.size,
             boundary.written_step if written_step == self.size * (1 + boundary.written_step) else -1,
