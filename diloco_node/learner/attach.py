@@ -238,7 +238,7 @@ class Diloco(LoopView):
             session.timer.stepped(started_ns)
             session.run_clock.stepped()
             self._losses.offer(loss, grad_norm)
-            self._losses.check(session.run_clock.global_step, session.warn)
+            self._losses.check(session.run_clock.global_step, self._warn)
         assert self._boundaries is not None and self._watch is not None  # noqa: PT018 - no test
         with self._boundaries.whole():
             self.tokens += self._crossed(self._boundaries.cross_step(tokens, self._watch.check)).tokens
@@ -255,7 +255,7 @@ class Diloco(LoopView):
             asked = "the process" if self._terminate.is_set else "rank 0, or another,"
             self._stop_if(True, reason or f"{asked} was asked to stop")
             if reason and self._boundaries is not None:
-                self._saves.is_over = end_on_final(self._boundaries, self._warn)  # for what the block saves, too
+                self._saves.is_over = end_on_final(self._boundaries)  # for what the block saves, too
         if boundary.wants_checkpoint and boundary.is_idle and self._boundaries is not None:
             self._checkpoints.save(self._boundaries.progress(self.global_step))
         return boundary
@@ -381,7 +381,7 @@ class Diloco(LoopView):
             return self._fail(self._refusal or LearnerError("a step() did not come to its end"))
         try:
             foreign = self._watch.foreign_write() if self._watch is not None else ""
-            has_result = end_on_final(boundaries, self._warn, foreign)
+            has_result = end_on_final(boundaries, foreign)
             if is_leaving := boundaries.are_leaving(self.should_stop):
                 self._save(partial(self._checkpoints.begin, are_idle=boundaries.are_idle()))  # written meanwhile
                 if session is not None:
@@ -394,7 +394,7 @@ class Diloco(LoopView):
             if is_leaving:
                 boundaries.tell_written()
                 was_over = self.should_stop and not self.is_interrupted
-                self.is_interrupted = not is_at_end(boundaries, self._warn, was_over, has_result)
+                self.is_interrupted = not is_at_end(boundaries, was_over, has_result)
             elif session is not None:
                 if foreign and not has_result:
                     self._warn(foreign)
@@ -484,7 +484,7 @@ class Diloco(LoopView):
         if self._session is not None:
             self._session.run_clock.resume(self.global_step)
         self._boundaries = StepBoundaries(
-            self._ranks, self._fragments, self._session, self._checkpoints, self._terminate, self._wish
+            self._ranks, self._fragments, self._session, self._checkpoints, self._terminate, self._wish, self._warn
         )
         self._crossed(self._boundaries.place())
         if text := first.difference(self._fragments.positions):

@@ -56,8 +56,8 @@ class StepBoundaries:
 
     Attributes:
         session: with the daemon, on rank 0. terminate: whether this process was asked to stop.
-        wish: of this rank's script, for the end of the run. is_crossing: set from where a step's boundary begins to its
-            end, and for ever where it had none.
+        wish: of this rank's script, for the end of the run. warn: tells people.
+        is_crossing: set from where a step's boundary begins to its end, and for ever where it had none.
     """
 
     ranks: Ranks
@@ -65,7 +65,8 @@ class StepBoundaries:
     session: LearnerSession | None
     checkpoints: Checkpointing
     terminate: TerminateFlag
-    wish: EndWish = field(default_factory=EndWish)
+    wish: EndWish
+    warn: Callable[[str], None]
     is_crossing: threading.Event = field(default_factory=threading.Event)
 
     @contextlib.contextmanager
@@ -100,7 +101,8 @@ class StepBoundaries:
             look(boundary.has_orders or bool(fragments.incoming))
             fragments.replicas.check(fragments.step + 1, self.ranks.greatest)
         fragments.revert.verify()
-        self._tell(fragments.revert.take_warning())
+        if warning := fragments.revert.take_warning():
+            self.warn(warning)
         with session.boundary() if session is not None else contextlib.nullcontext():
             orders = session.orders() if session is not None and boundary.has_orders else NO_ORDERS
             if boundary.has_orders:
@@ -139,14 +141,8 @@ class StepBoundaries:
                     self._wait(WAIT_SLICE_S)
                     last = self.cross(0)
         if is_late:
-            self._tell(undo_late_step(self))
+            undo_late_step(self)
         return boundary if last is boundary else replace(last, tokens=boundary.tokens)
-
-    def _tell(self, warning: str) -> None:
-        if warning:
-            log.warning("%s", warning)
-            if self.session is not None:
-                self.session.warn(warning)
 
     def are_asked_to_stop(self) -> bool:
         """Whether some rank's process was asked to stop, maybe since its last step. All ranks call it."""

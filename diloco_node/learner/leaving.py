@@ -166,7 +166,7 @@ class EndWish:
             session.want_end(reasons[0])
 
 
-def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None], foreign: str = "") -> bool:
+def end_on_final(boundaries: StepBoundaries, foreign: str = "") -> bool:
     """Pass the wish on, and leave the final parameters in the model if the run is over; whether it holds them.
 
     All ranks call it. Where the script has ended their process group, they hold what their last step has left.
@@ -200,27 +200,29 @@ def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None], foreig
         pass
     if ranks.share_bytes(b"1" if has_all() else b"") == b"1":
         if foreign:
-            warn(f"{foreign.partition(':')[0]}: the run's final parameters replace that, as in final.safetensors")
+            boundaries.warn(
+                f"{foreign.partition(':')[0]}: the run's final parameters replace that, as in final.safetensors"
+            )
         _place_final(fragments, session)
         boundaries.wish.has_result = True
         return True
     if session is not None:
-        warn("the run is over, but its last versions did not come here: take final.safetensors, not this model")
+        boundaries.warn(
+            "the run is over, but its last versions did not come here: take final.safetensors, not this model"
+        )
     return False
 
 
-def undo_late_step(boundaries: StepBoundaries) -> str:
-    """Put the result back after a step past the run's end, for it is what a script saves next. All ranks call it.
-
-    Returns what to tell people, once; else empty.
-    """
+def undo_late_step(boundaries: StepBoundaries) -> None:
+    """Put the result back after a step past the run's end, for it is what a script saves next. All ranks call it."""
     boundaries.fragments.revert.end()
     _place_final(boundaries.fragments, boundaries.session)
-    is_told, boundaries.wish.has_told_late = boundaries.wish.has_told_late, True
-    return "" if is_told else LATE_STEP
+    if not boundaries.wish.has_told_late:
+        boundaries.wish.has_told_late = True
+        boundaries.warn(LATE_STEP)
 
 
-def is_at_end(boundaries: StepBoundaries, warn: Callable[[str], None], was_over: bool, has_result: bool) -> bool:
+def is_at_end(boundaries: StepBoundaries, was_over: bool, has_result: bool) -> bool:
     """Share whether the run is over for these ranks: where it ended while they waited to leave, with its parameters.
 
     was_over: they knew it before they left. has_result: the model held its parameters then. A region that was removed
@@ -231,7 +233,7 @@ def is_at_end(boundaries: StepBoundaries, warn: Callable[[str], None], was_over:
     end = boundaries.ranks.share_bytes(end)
     # A process that had to go before the last versions came is followed by another; else nobody waits for them again.
     is_settled = was_over and (has_result or end == b"none" or not boundaries.are_asked_to_stop())
-    return bool(end) and (is_settled or end_on_final(boundaries, warn))
+    return bool(end) and (is_settled or end_on_final(boundaries))
 
 
 def _place_final(fragments: LearnerFragments, session: LearnerSession | None) -> None:

@@ -6,7 +6,6 @@ such value is a hard batch: it is only logged. `IN_A_ROW` of them, one after the
 
 from __future__ import annotations
 
-import logging
 import math
 from bisect import bisect_left, insort
 from collections import deque
@@ -31,8 +30,6 @@ IN_A_ROW: Final = 3
 
 NORMS_IN_A_ROW: Final = 32
 """Norms that are not finite: a scaler of mixed precision that begins too high skips some twenty such steps."""
-
-log = logging.getLogger("diloco_node.learner")
 
 
 class SpikeWatch:
@@ -115,7 +112,6 @@ class LossWatch:
                 continue
             count = max(watch.in_a_row, watch.not_finite)
             if count in (1, IN_A_ROW):
-                log.warning("step %d: %s", step, fault)
                 warn(f"step {step}: {fault}")
             if watch.is_end:
                 raise LearnerError(
