@@ -191,7 +191,9 @@ class LearnerLink:
         backoff = Backoff(REDIAL_MIN_S, REDIAL_MAX_S)
         while not self._is_closing.is_set():
             try:
-                with self._dial() as connection:
+                with socket.socket(socket.AF_UNIX) as connection:
+                    connection.settimeout(SEND_TIMEOUT_S)
+                    connection.connect(os.fspath(self._path))
                     self._converse(connection)
             except LearnerError as error:  # no daemon that comes can be this learner's
                 self._failure = error
@@ -214,16 +216,6 @@ class LearnerLink:
                 self.direct.close()
                 self.direct = None
             self._unsent = b""
-
-    def _dial(self) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            connection.settimeout(SEND_TIMEOUT_S)
-            connection.connect(os.fspath(self._path))
-        except OSError:
-            connection.close()
-            raise
-        return connection
 
     def _converse(self, connection: socket.socket) -> None:
         with self.lock:
