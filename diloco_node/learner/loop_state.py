@@ -34,7 +34,7 @@ from diloco_node.learner.frozen_tensors import running_buffers
 from diloco_node.learner.generators import KeptGenerator
 from diloco_node.learner.layouts.device import Room
 from diloco_node.learner.layouts.names import plain_name
-from diloco_node.learner.layouts.shard_map import Box
+from diloco_node.learner.layouts.shard_map import Box, whole_box
 from diloco_node.learner.layouts.tensors import ModelTensors, boxes_of, is_sharded, local_part
 from diloco_node.learner.living_objects import living_objects
 from diloco_node.learner.loss import LateLoss
@@ -161,8 +161,9 @@ class LoopState:
         for values in map(_values_of, self._modules):
             for (name, box), _ in _pieces(values):
                 # A module of the script's may have another tensor by that name.
-                if box is not None and name in tensors and len(box.slices) == tensors[name].dim():
-                    self._copy[name, box] = sample_of(tensors[name][box.slices])
+                if box is not None and name in tensors and len(box.sizes) == tensors[name].dim():
+                    whole = whole_box(tensors[name].shape)
+                    self._copy[name, box] = sample_of(tensors[name][box.slices(whole)])
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Note merged parameters that the loop has for a while, to save them."""

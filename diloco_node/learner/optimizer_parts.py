@@ -228,7 +228,7 @@ class OptimizerParts:
             if box is None:  # an empty shard: only what there is of a state
                 ranks.update(() if first in having else sorted(having)[:1])
                 continue
-            ranks.update(rank for rank, boxes in having.items() if any(map(box.meets, boxes)))
+            ranks.update(rank for rank, boxes in having.items() if any(map(box.common, boxes)))
         return ranks
 
     def _state_of(self, index: int, views: Sequence[_ByParameter]) -> Json:
@@ -323,18 +323,11 @@ def _joined(label: str, box: Box, pieces: Sequence[tuple[Box, Tensor]]) -> Tenso
     boxes: set[Box] = set()
     count = 0
     for piece_box, values in pieces:
-        if piece_box in boxes or not box.meets(piece_box):
+        if piece_box in boxes or (common := box.common(piece_box)) is None:
             continue
         boxes.add(piece_box)
-        low = [max(a, b) for a, b in zip(box.offsets, piece_box.offsets, strict=True)]
-        high = [
-            min(a + m, b + n)
-            for a, m, b, n in zip(box.offsets, box.sizes, piece_box.offsets, piece_box.sizes, strict=True)
-        ]
-        target = tuple(slice(x - a, y - a) for x, y, a in zip(low, high, box.offsets, strict=True))
-        source = tuple(slice(x - b, y - b) for x, y, b in zip(low, high, piece_box.offsets, strict=True))
-        whole[target] = values[source]
-        count += whole[target].numel()
+        whole[common.slices(box)] = values[common.slices(piece_box)]
+        count += common.volume
     if count != box.volume:
         raise LearnerError(f"of {label} only {count} of {box.volume} values were kept")
     return whole

@@ -31,17 +31,19 @@ class Box:
         """Values in it."""
         return prod(self.sizes)
 
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """For the whole tensor."""
-        return tuple(slice(low, low + size) for low, size in zip(self.offsets, self.sizes, strict=True))
+    def slices(self, outer: Box) -> tuple[slice, ...]:
+        """Where it lies in a box around it."""
+        starts = [low - outer_low for low, outer_low in zip(self.offsets, outer.offsets, strict=True)]
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
-    def meets(self, box: Box) -> bool:
-        """Whether they have a value in common."""
-        return all(
-            max(low, start) < min(low + size, start + length)
-            for low, size, start, length in zip(self.offsets, self.sizes, box.offsets, box.sizes, strict=True)
-        ) and bool(self.volume and box.volume)
+    def common(self, box: Box) -> Box | None:
+        """The values that are in both; None: there are none."""
+        lows = tuple(map(max, self.offsets, box.offsets))
+        sizes = tuple(
+            min(low + size, box_low + box_size) - max(low, box_low)
+            for low, size, box_low, box_size in zip(self.offsets, self.sizes, box.offsets, box.sizes, strict=True)
+        )
+        return Box(lows, sizes) if all(size > 0 for size in sizes) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +246,7 @@ def _check_cover(tensor: TensorSpec, boxes: Sequence[Box]) -> None:
         if not is_inside:
             raise LearnerError(f"{tensor.name!r} of shape {tensor.shape} has no part {box.offsets} + {box.sizes}")
     for at, box in enumerate(boxes):
-        twin = next((later for later in boxes[at + 1 :] if box.meets(later)), None)
+        twin = next((later for later in boxes[at + 1 :] if box.common(later)), None)
         if twin is not None:
             raise LearnerError(
                 f"parts of {tensor.name!r} overlap: {box.offsets} + {box.sizes} and {twin.offsets} + {twin.sizes}. "
