@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.checkpoint import Stateful
-from diloco_node.learner.loader_workers import workers_before
+from diloco_node.learner.data_positions import workers_before
 from diloco_node.learner.token_check import TokenCount
 
 log = logging.getLogger("diloco_node.learner")

@@ -32,13 +32,13 @@ from torch import Tensor, nn
 
 from diloco_node.atomic_file import sync_folder
 from diloco_node.errors import LearnerError
+from diloco_node.learner.data_positions import check_workers
 from diloco_node.learner.generators import generator_states, restore_generators
 from diloco_node.learner.layouts.capture import relax_capture
 from diloco_node.learner.layouts.device import has_streams, record_event
 from diloco_node.learner.layouts.page_locked import page_locked
 from diloco_node.learner.layouts.tensors import is_sharded, local_part
 from diloco_node.learner.leaving import failure
-from diloco_node.learner.loader_workers import check_workers
 from diloco_node.learner.nested import flatten, unflatten
 from diloco_node.learner.optimizer_parts import Json, Kept, OptimizerParts
 from diloco_node.learner.schedules import lowers_rates, place_schedule
