@@ -40,9 +40,8 @@ from diloco_node.learner.living_objects import living_objects
 from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.model_watch import COPY_LIKENESS
 from diloco_node.learner.optimizer_record import NOISE
-from diloco_node.learner.schedules import KeptSchedule
+from diloco_node.learner.schedules import KeptSchedule, below_wrapper, schedules_of
 from diloco_node.learner.several_optimizers import inner_of
-from diloco_node.learner.state_watch import schedules_of
 from diloco_node.learner.tensor_forms import sample_of, stack
 
 T = TypeVar("T")
@@ -78,9 +77,10 @@ class LoopState:
         self._tensors = tensors
         self._warn = warn
         schedules: list[object] = []
-        components: list[object] = [*_of_process()]
+        draws: list[Any] = [random.random, np.random.rand]  # of the process's generators, which a checkpoint keeps
+        components: list[object] = [draw.__self__ for draw in draws]
         for component in stateful.values():
-            (schedules if isinstance(_inner(component), LRScheduler) else components).append(component)
+            (schedules if isinstance(below_wrapper(component), LRScheduler) else components).append(component)
         members = reach(components)
         # A schedule knows its optimizer, but has nothing of its moments.
         members += [item for item in reach(schedules) if not issubclass(type(item), Optimizer)]
@@ -94,7 +94,9 @@ class LoopState:
         kinds = (*PARTS, torch.Generator, KeptGenerator, KeptSchedule)
         # Parts of `stateful` that are no schedule, scaler or module: they may know where the data are.
         self._readers = [
-            item for item in stateful.values() if not any(isinstance(value, kinds) for value in (item, _inner(item)))
+            item
+            for item in stateful.values()
+            if not any(isinstance(value, kinds) for value in (item, below_wrapper(item)))
         ]
         # Names that people have been told.
         self._told: set[str] = set()
@@ -381,12 +383,6 @@ def _torch_generators(living: Iterable[object]) -> list[torch.Generator]:
     return list({id(value): value for value in values if value is not torch.default_generator}.values())
 
 
-def _of_process() -> list[object]:
-    """Generators of the process that a checkpoint keeps."""
-    owners: list[Any] = [random.random, np.random.rand]
-    return [owner.__self__ for owner in owners]
-
-
 def _name_generators() -> set[int]:
     """Return ids of Python's own generators for names of files and of semaphores."""
     semaphores = getattr(sys.modules.get("multiprocessing.synchronize"), "SemLock", None)
@@ -397,11 +393,6 @@ def _name_generators() -> set[int]:
 def _stand(schedule: LRScheduler) -> list[Any]:
     """Return where a schedule stands, or those in it."""
     return [getattr(member, "last_epoch", None) for member in schedules_of([schedule])]
-
-
-def _inner(component: object) -> object:
-    """A schedule below a wrapper of Accelerate."""
-    return getattr(component, "scheduler", component)
 
 
 def _values_of(module: nn.Module) -> dict[str, Tensor]:

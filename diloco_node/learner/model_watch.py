@@ -33,8 +33,9 @@ from diloco_node.learner.layouts.capture import is_capturing
 from diloco_node.learner.layouts.device import has_streams
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.optimizer_record import FAR, NOISE, TOLD, OptimizerRecord, is_inside_step
+from diloco_node.learner.schedules import schedules_of
 from diloco_node.learner.several_optimizers import check_kind, inner_of, kind_of, parameters_of
-from diloco_node.learner.state_watch import StateWatch, schedules_of
+from diloco_node.learner.state_watch import StateWatch
 from diloco_node.learner.step_counts import StepCounts
 from diloco_node.learner.still_watch import StillWatch
 from diloco_node.learner.tensor_forms import (

@@ -70,16 +70,6 @@ class StateWatch:
                 break
 
 
-def schedules_of(components: Iterable[Any]) -> list[LRScheduler]:
-    """Return torch's schedules among parts of a loop, below wrappers such as Accelerate's, and inside of each other."""
-    schedules: list[LRScheduler] = []
-    for component in components:
-        schedule = getattr(component, "scheduler", component)
-        if isinstance(schedule, LRScheduler):
-            schedules += [schedule, *schedules_of(getattr(schedule, "_schedulers", ()))]
-    return schedules
-
-
 def _fill(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """How many parameters have moments, and how many the first of them has."""
     fills = [values for values in optimizer.state.values() if isinstance(values, dict)]
