@@ -18,12 +18,7 @@ from diloco_node.learner.several_optimizers import SeveralOptimizers, inner_of
 class AutoStep:
     """Step boundaries at the optimizer's own steps. Steps that a gradient scaler skips are none.
 
-    Args:
-        model: its calls are counted. optimizer: its steps count; one that is wrapped (Accelerate) counts below.
-
-    Attributes:
-        optimizer: the one below wrappers.
-        is_stepping: the optimizer has just made a step, and it is being told.
+    optimizer: the one below wrappers. is_stepping: it has just made a step, and that is being told.
 
     Raises LearnerError: there is no optimizer, or there are several.
     """

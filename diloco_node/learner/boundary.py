@@ -52,11 +52,9 @@ log = logging.getLogger("diloco_node.learner")
 
 @dataclass(frozen=True, slots=True)
 class StepBoundaries:
-    """The parts that one rank needs at each boundary.
+    """The parts that one rank needs at each boundary; rank 0 alone has a session.
 
     Attributes:
-        session: with the daemon, on rank 0. terminate: whether this process was asked to stop.
-        wish: of this rank's script, for the end of the run. warn: tells people.
         is_crossing: set from where a step's boundary begins to its end, and for ever where it had none.
     """
 
@@ -124,10 +122,7 @@ class StepBoundaries:
         return boundary
 
     def cross_step(self, tokens: int, look: Look) -> Boundary:
-        """Cross the boundary of a step, and wait there as long as further steps are of no use.
-
-        Raises LearnerError: as `cross`.
-        """
+        """Cross the boundary of a step, and wait there as long as further steps are of no use. Raises as `cross`."""
         own, is_late = HERE.own, self.wish.has_result
         boundary = last = self.cross(tokens, look)
         if HERE.own is not own and not boundary.is_stopping and self._is_without_data():
@@ -196,7 +191,7 @@ class StepBoundaries:
         )
 
     def _carry_out(self, boundary: Boundary, orders: Orders) -> list[Answer]:
-        """Returns what to tell the daemon."""
+        """Do it; returns what to tell the daemon."""
         fragments, session = self.fragments, self.session
         answers: list[Answer] = []
         if orders.deal is not None:
@@ -219,10 +214,7 @@ class StepBoundaries:
         return answers
 
     def place(self) -> Boundary:
-        """Boundaries until every fragment has a version, and its loader rows, or somebody was asked to stop.
-
-        Returns the last one.
-        """
+        """Boundaries until all fragments have a version, and the loader rows, or some rank stops; return the last."""
         noted_s = time.monotonic()
         while True:
             boundary = self.cross(0)
@@ -245,9 +237,7 @@ class StepBoundaries:
     ) -> Iterator[Boundary]:
         """Boundaries for some time, by rank 0's clock, or `until` it says so there. All ranks are in it.
 
-        is_in_step: a step is whole only with these.
-
-        Raises LearnerError: other ranks are not, or the step before is not whole.
+        is_in_step: a step is whole only with these. Raises LearnerError: ranks are missing, or the step before is torn.
         """
         self.ranks.meet("settle()")
         deadline_s = time.monotonic() + seconds
@@ -261,12 +251,7 @@ class StepBoundaries:
             self._wait(min(SETTLE_SLICE_S, max(0.0, left_s)))
 
     def leave(self, deadline_s: float) -> Iterator[Boundary]:
-        """Boundaries until a merge includes every step, or time or daemon is gone, by rank 0's clock.
-
-        All ranks call it.
-
-        deadline_s: monotonic.
-        """
+        """Boundaries until a merge includes every step, or time or daemon is gone, by rank 0's clock. All call it."""
         session, notice_s, hope_s = self.session, -math.inf, time.monotonic()
         while True:
             now_s = time.monotonic()

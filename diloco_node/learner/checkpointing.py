@@ -70,12 +70,7 @@ log = logging.getLogger("diloco_node.learner")
 class Checkpointing:
     """The checkpoints of one rank of a learner.
 
-    Args:
-        optimizer, stateful: what they hold; a gradient scaler that belongs to the optimizer, too.
-        every_s: seconds from one to the next, at most; 0 for none. warn: tells people what of the loop they don't hold.
-
-    Attributes:
-        optimizer, stateful: as given, with the scaler.
+    optimizer, stateful: what they hold; a gradient scaler that belongs to the optimizer, too. every_s: 0 for none.
     """
 
     def __init__(
@@ -102,9 +97,7 @@ class Checkpointing:
     def resume(
         self, state_dir: Path, manifest_digest: str, ranks: Ranks, *, tensors: ModelTensors, shards: ShardMap
     ) -> TrainingProgress:
-        """Optimizer and `stateful` from the region's last checkpoint, on every rank; parameters come from the run.
-
-        Returns: where it was written; NO_PROGRESS if there is none.
+        """Optimizer and `stateful` from the region's last checkpoint, on every rank, and where it was written.
 
         Raises LearnerError: the checkpoint does not fit this training script, or only some ranks want one.
         """
@@ -269,10 +262,7 @@ class Checkpointing:
             self._loop_state.hold(tensors)
 
     def begin(self, progress: TrainingProgress, *, are_idle: bool) -> None:
-        """Save now, or at the next boundary by which all ranks have written the one before: files of one moment.
-
-        are_idle: whether all of them have.
-        """
+        """Save now if all ranks have written the one before, else at the boundary by which they have: of one moment."""
         self._saved_at_s = -math.inf
         if are_idle:
             self.save(progress)

@@ -70,9 +70,7 @@ def check_memory(path: Path, inode: int) -> None:
 class LearnerLink:
     """The thread that keeps the learner's conversation with its daemon.
 
-    Args:
-        path: the daemon's socket (DILOCO_SOCKET).
-        make_attach: builds the Attach; called in the link's thread, with `lock` held. Its LearnerError is final.
+    make_attach: builds the Attach; called in the link's thread, with `lock` held. Its LearnerError is final.
 
     Attributes:
         lock: held by the link while it starts a conversation, by the training thread while it carries out a command.

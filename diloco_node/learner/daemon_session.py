@@ -73,18 +73,13 @@ _INCLUDED_STEP: Final = attrgetter("included_step")
 class LearnerSession:
     """Rank 0's conversation with its daemon, for the training thread.
 
-    Args:
-        socket: the daemon's (DILOCO_SOCKET). memory: the supervisor's (DILOCO_SUPERVISOR).
-        tensors: the model's parameters on this rank. listing: of the frozen tensors of all. specs: those of all ranks.
-        shards: which rank holds what. ranks: this process's place among them.
+    memory: the supervisor's socket. listing: of the frozen tensors of all ranks. specs: of their parameters.
 
     Attributes:
         welcome: the daemon's answer; None before `join`.
         stop_reason: why the daemon wants the learner to stop; None while it does not.
         final_versions: of all fragments, once the run is over; else empty.
         hold_reason: why further steps are of no use now; empty: go on.
-        timer: of inner steps.
-        run_clock: where the run is on its schedule.
         place: as the supervisor and the daemon see it in shared memory.
     """
 
@@ -273,10 +268,7 @@ class LearnerSession:
         return any(number != NO_SNAPSHOT for number in self.fragments.unresolved())
 
     def stand(self, checkpoint_step: int) -> None:
-        """Write where this learner stands after a boundary.
-
-        checkpoint_step: of the checkpoint that was saved last, once it is on disk; -1: it is not.
-        """
+        """Write where this learner stands after a boundary. `checkpoint_step`: of the last one on disk; -1: none."""
         place, fragments = self.place, self.fragments
         included_step = min(map(_INCLUDED_STEP, fragments.positions), default=0)
         checkpoint_step = max(checkpoint_step, place.checkpoint_step)

@@ -123,10 +123,7 @@ class ForwardWatch:
             self._loss = loss.detach()
 
     def _follow(self, output: Any, tokens: list[int]) -> None:
-        """Count tokens once a backward pass from an output has ended.
-
-        tokens: one number, and none once it was counted.
-        """
+        """Count tokens, one number, once: when a backward pass from an output has ended."""
 
         def count() -> None:
             self._trained += sum(tokens)

@@ -138,11 +138,8 @@ def note_end(area: mmap.mmap) -> Callable[[], object]:
 class EndWish:
     """The script's wish that the run ends, on its way from any rank to the daemon.
 
-    Attributes:
-        reason: of this rank's script, until it is passed on; empty: there is none.
-        final_by_s: until when the last versions are waited for, monotonic, over all that wait.
-        has_result: the model was given the run's final parameters.
-        has_told_late: people were told that later steps are undone.
+    reason: of this rank's script, until it is passed on. final_by_s: until when the last versions are waited for,
+    monotonic. has_result: the model has the final parameters. has_told_late: people know that later steps are undone.
     """
 
     def __init__(self) -> None:
@@ -173,8 +170,7 @@ def end_on_final(boundaries: StepBoundaries, foreign: str = "") -> bool:
 
     foreign: what the script wrote to the model after its last step, in words; it is told that this is replaced.
 
-    Raises:
-        LearnerError: another rank is gone, or the daemon refuses this learner.
+    Raises LearnerError: another rank is gone, or the daemon refuses this learner.
     """
     ranks, fragments, session = boundaries.ranks, boundaries.fragments, boundaries.session
     if not ranks.can_meet:  # what the last step has left is known to each rank

@@ -62,14 +62,11 @@ class LearnerFragments:
     """The model's fragments as one rank of a learner holds them.
 
     Args:
-        tensors: the model's parameters.
-        manifest: how they are cut; made from the same tensors.
-        settings: see FragmentSettings.
+        manifest: made from the same tensors.
         version_area: shape (all slots' values,), float32: versions from the daemon (shared memory). On rank 0.
         contribution_area: shape (sum of encoded bytes,), uint8: contributions to the daemon (shared memory). On rank 0.
         answer: called from the encoder thread with each SnapshotReady or SnapshotDenied. On rank 0.
-        shards: which rank holds what; this one everything if None.
-        rank: this one. exchange: with the other ranks, if there are any.
+        shards: which rank holds what; this one everything if None. exchange: with other ranks, if there are any.
         before_ready: called in the encoder thread before a snapshot is announced; makes the trained counters durable.
 
     Attributes:
@@ -190,10 +187,7 @@ class LearnerFragments:
         return self._worker.wait_for(lambda: exchange.gather(index, vector))
 
     def gathered(self, vectors: list[Tensor]) -> list[Tensor] | None:
-        """Whole fragments on rank 0, None elsewhere. All ranks call it, but where rank 0 owns all.
-
-        vectors: `global_vectors` or `own_vectors` of each rank.
-        """
+        """Whole fragments, of each rank's `global_vectors`, say, on rank 0. All call it, but where rank 0 owns all."""
         whole = [self.gather(index, vector) for index, vector in enumerate(vectors)]
         return [vector for vector in whole if vector is not None] if self._is_first else None
 
@@ -322,9 +316,8 @@ class LearnerFragments:
         return ahead < (self._lane.free_down if isinstance(order, SnapshotRequested) else self._lane.free_up)
 
     def take(self, offer: VersionOffered, values: Tensor | None = None) -> None:
-        """Begin to take a version from its slot, or rank 0's `values` (n,), float32, CPU. Ask `is_busy` first.
-
-        The values stay as they are while they are base.
+        """Begin to take a version from its slot, or rank 0's `values` (n,), float32, CPU: those stay as they are while
+        they are base. Ask `is_busy` first.
 
         Raises LearnerError: the daemon names a snapshot that this learner does not have.
         """
@@ -356,10 +349,7 @@ class LearnerFragments:
         self._worker.put(carry)
 
     def finish_reading(self) -> None:
-        """Wait until no slot is read but that of a base: another daemon may write there then.
-
-        Raises LearnerError: the worker has ended.
-        """
+        """Wait until no slot is read but that of a base: another daemon may write there then. Raises LearnerError."""
         if self.incoming:
             self._worker.drain()
         for incoming in self.incoming.values():
@@ -381,9 +371,7 @@ class LearnerFragments:
     def finish(self, index: int) -> OfferApplied:
         """Apply what has arrived on all ranks, keeping the steps that are not in it (design part 5).
 
-        A version that the learner already has, or an older one, changes nothing.
-
-        Returns: the answer for the daemon.
+        A version that the learner already has, or an older one, changes nothing. Returns the answer for the daemon.
 
         Raises LearnerError: the daemon names a snapshot that this learner does not have.
         """

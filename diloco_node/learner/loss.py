@@ -62,12 +62,7 @@ HeldOutLoss = Tensor | float | None
 
 @dataclass(frozen=True, slots=True)
 class HeldOutLosses:
-    """The last evaluation.
-
-    Attributes:
-        val_loss: of the region's own parameters, val_loss_global: of the global ones. None: not measured, not finite.
-        val_step: step of the run at which they were measured; None: never.
-    """
+    """The last evaluation, at the run's `val_step`, of own and of global parameters. None: not measured, not finite."""
 
     val_loss: float | None = None
     val_loss_global: float | None = None
@@ -77,10 +72,7 @@ class HeldOutLosses:
     def at(
         cls, step: int, val_loss: HeldOutLoss, val_loss_global: HeldOutLoss, *, warn: Callable[[str], None]
     ) -> HeldOutLosses:
-        """Read the losses of an evaluation at this step; waits for their devices.
-
-        Args:
-            warn: told of losses that are not finite, which are left out.
+        """Read the losses of an evaluation at this step; waits for their devices. Those not finite are left out, told.
 
         Raises LearnerError: one is no number, or this rank has only a part of it.
         """

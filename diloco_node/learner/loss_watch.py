@@ -35,11 +35,8 @@ NORMS_IN_A_ROW: Final = 32
 class SpikeWatch:
     """Watch one kind of value, step after step.
 
-    name: of the values, for people. is_rolling_back: spikes end the learner, not only values that are not finite.
-    not_finite_max: so many of those, one after the other, end it.
-
-    Attributes:
-        in_a_row, not_finite: spikes, and values that are NaN or infinite, one after the other, up to now.
+    is_rolling_back: spikes end the learner, not only values that are not finite. not_finite_max: so many of those, one
+    after the other, end it. in_a_row, not_finite: spikes, and values that are not finite, one after the other.
     """
 
     def __init__(self, name: str, *, is_rolling_back: bool = False, not_finite_max: int = IN_A_ROW) -> None:

@@ -72,10 +72,7 @@ class ModelWatch:
 
     Made when the model holds the run's parameters; `close` takes the hooks away.
 
-    Args:
-        tensors: the model's. warn: tells people what is odd, but no error.
-        optimizer, stateful: that attach() was given. is_auto: its steps are told, and not by the loop.
-        refuse: hears of what is refused, for a loop may catch it.
+    is_auto: the optimizer's steps are told, and not by the loop. refuse: hears of what is refused: a loop may catch it.
     """
 
     def __init__(
@@ -167,9 +164,7 @@ class ModelWatch:
     def check(self, has_orders: bool) -> None:
         """Look at the model at a step boundary, before anything of it is sent, or changed by a version.
 
-        Args:
-            has_orders: whether something may be. Else samples of a device are left to the next look: there each is a
-                launch.
+        has_orders: something may be. Else samples of a device are left to the next look: there each is a launch.
 
         Raises LearnerError: one was loaded, replaced or resized since `attach`, or an optimizer trains a copy of it.
         """

@@ -72,9 +72,8 @@ class Kept:
 class OptimizerParts:
     """How the parameters of an optimizer are called, and what of them lies here.
 
-    Args:
-        optimizer: any. tensors: the model's; None: nothing is known but the order of the parameters.
-        shards: who owns what; what another rank owns is not kept. rank: this one.
+    tensors: the model's; None: nothing is known but the order of the parameters. shards: who owns what; what another
+    rank owns is not kept.
     """
 
     def __init__(
@@ -153,9 +152,7 @@ class OptimizerParts:
     def restore(self, saves: Sequence[Kept], *, is_lowered: bool = False) -> None:
         """Take the moments that ranks have kept, in whatever way the model was cut then. Settings stay the script's.
 
-        Args:
-            saves: of all ranks whose parts are needed; first the one from which everything that is not cut is taken.
-            is_lowered: see `take_settings`.
+        saves: of all ranks whose parts are needed; first the one from which everything that is not cut is taken.
 
         Raises LearnerError: a part of a parameter's state is nowhere. ValueError, KeyError, TypeError, RuntimeError: it
         is no state of such an optimizer.
@@ -273,11 +270,7 @@ class OptimizerParts:
 
 
 class _ByParameter:
-    """An index by parameter of what one rank has kept.
-
-    Attributes:
-        tensors: names of the state's tensors, by the index of their parameter, as text.
-    """
+    """An index by parameter of what one rank has kept. tensors: their names, by the parameter's index, as text."""
 
     def __init__(self, save: Kept) -> None:
         self.kept = save

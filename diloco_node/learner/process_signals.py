@@ -44,9 +44,7 @@ _Handler = Callable[[int, FrameType | None], object]
 class TerminateFlag:
     """SIGTERM asks the loop to end at a boundary. Handlers of the script are called as well.
 
-    Attributes:
-        is_set: SIGTERM came, or the script leaves its loop for another stop signal.
-        note: called at each such signal, in its handler.
+    is_set: it came, or the script leaves its loop for another stop signal. note: called at each, in its handler.
     """
 
     def __init__(self) -> None:

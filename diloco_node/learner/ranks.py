@@ -171,14 +171,10 @@ class Ranks:
         return flags[0]
 
     def agree(self, boundary: Boundary, *, fragments: int) -> Boundary:
-        """Add up what the ranks bring to a boundary.
+        """Add up what the ranks bring to a boundary of P fragments. Raises LearnerError: another rank is gone.
 
-        Args:
-            boundary: `tokens`, `is_stopping`, `arrived`, `is_idle`, `written_step` and `wants_end` of this rank. Rank 0
-                fills in the others.
-            fragments: P.
-
-        Raises LearnerError: another rank is gone.
+        boundary: of each rank `tokens`, `is_stopping`, `arrived`, `is_idle`, `written_step` and `wants_end`; the others
+        are rank 0's.
         """
         if self.size == 1:
             return boundary
@@ -236,12 +232,7 @@ class Ranks:
         )
 
     def meet(self, call: str) -> None:
-        """Wait for all ranks to come to the same call, for a bounded time.
-
-        call: as the loop writes it.
-
-        Raises LearnerError: a rank does not come.
-        """
+        """Wait for all ranks to come to the same call, for a bounded time. Raises LearnerError: one does not come."""
         if self.size == 1:
             return
         with among_ranks():
@@ -268,10 +259,7 @@ class Ranks:
         self.share_bytes(WAITING)
 
     def share_late(self, data: bytes) -> bytes:
-        """The bytes of rank 0, which may come after hours; it calls `say_wait` meanwhile.
-
-        Raises LearnerError: a rank is gone.
-        """
+        """The bytes of rank 0, which may come after hours; it calls `say_wait` meanwhile. Raises as `share_bytes`."""
         while (body := self.share_bytes(data)) == WAITING:
             pass
         return body

@@ -190,12 +190,10 @@ def tell_changes(changes: Changes, label: str = "optimizer") -> None:
 
 
 class KeptSchedule:
-    """A schedule that is not torch's, as a part of `stateful`: nobody knows which of its state are settings.
+    """A schedule that is not torch's, or a wrapper of it, as a part of `stateful`: which of its state are settings?
 
     A value that the script makes otherwise than it did for the schedule of the checkpoint is one, unless it has moved
     since: then it is a position.
-
-    component: the schedule, or a wrapper of it.
     """
 
     def __init__(self, component: Any) -> None:

@@ -53,10 +53,7 @@ class HeldSnapshot:
         return None if fetch is None else fetch.result()
 
     def refuse(self) -> bool:
-        """Wait for the looks, and spoil values that they refuse: so the rank that encodes hears of looks on others.
-
-        Returns whether it did.
-        """
+        """Wait for the looks, and spoil what they refuse: so the rank that encodes hears of it. Whether they do."""
         self.refusal = next(filter(None, [look.refusal() for look in self.looks]), "")
         if self.refusal:
             self.values.fill_(math.nan)
@@ -84,10 +81,7 @@ class ComingVersion:
 
 
 class SnapshotRooms:
-    """Memory for snapshots: what has been touched before is given out again, for copying into it is fast.
-
-    largest: values of the largest fragment.
-    """
+    """Memory for snapshots: what has been touched before is given out again, for copying into it is fast."""
 
     def __init__(self, largest: int) -> None:
         self._largest = largest

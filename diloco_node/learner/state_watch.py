@@ -18,10 +18,7 @@ MARKS: Final = ("base_lrs", "min_lrs", "_milestones")
 
 
 class StateWatch:
-    """The watch over what a loop empties or loads of a kept state. Each kind of change is told once.
-
-    optimizers, schedules: whose state a checkpoint keeps. warn: tells people.
-    """
+    """The watch over what a loop empties or loads of a kept state. Each kind of change is told once."""
 
     def __init__(
         self,

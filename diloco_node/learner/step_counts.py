@@ -22,8 +22,6 @@ UNTOLD_MAX: Final = 256
 class StepCounts:
     """Counts of steps; a loop whose counts are others is told once.
 
-    warn: tells people.
-
     Attributes:
         told: steps that the loop told. has_stepped: an optimizer has made a step since then. moves: steps of all
             optimizers that wrote to a tensor, also of those that are gone.

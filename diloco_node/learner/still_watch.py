@@ -17,11 +17,9 @@ _WRITES: Final = attrgetter("_version")
 
 
 class StillWatch:
-    """A watch for steps without a write by the loop.
+    """A watch for steps without a write by the loop. Made when the model holds the run's parameters.
 
-    Made when the model holds the run's parameters.
-
-    tensors: what is merged. weights: those of them that no forward pass changes. warn: tells people.
+    tensors: what is merged. weights: those of them that no forward pass changes.
     """
 
     def __init__(self, tensors: Collection[Tensor], weights: Collection[Tensor], warn: Callable[[str], None]) -> None:

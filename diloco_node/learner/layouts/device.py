@@ -58,11 +58,8 @@ log = logging.getLogger("diloco_node.learner")
 class Stretch:
     """The slabs of one fragment that lie on one device.
 
-    Attributes:
-        fragment: its number.
-        sizes: per slab its values, which lie side by side in the device's staging memory.
-        copies: (place in the fragment's vector, place in staging) of slabs that are neighbours in both.
-        size: values of all of them.
+    sizes: per slab its values, which lie side by side in the device's staging memory.
+    copies: (place in the fragment's vector, place in staging) of slabs that are neighbours in both.
     """
 
     device: torch.device
@@ -154,9 +151,7 @@ class DeviceLane:
 
     `pack` and `apply` are for the training thread, `send` for the worker.
 
-    Args:
-        tensors: the model's parameters.
-        down: by fragment, what is packed. up: by fragment, what versions are applied to.
+    down: by fragment, what is packed. up: by fragment, what versions are applied to.
     """
 
     def __init__(self, tensors: ModelTensors, down: Sequence[LocalFragment], up: Sequence[LocalFragment]) -> None:
@@ -195,9 +190,7 @@ class DeviceLane:
     def pack(self, local: LocalFragment, out: Tensor, *, is_kept: bool = False) -> Future[Room | None]:
         """Order a copy of the values as they are now, behind what the loop has ordered; it is made when the future is.
 
-        Args:
-            out: shape (values,), float32, CPU; overwritten.
-            is_kept: the room stays as it is, for `encode` and `give_back`.
+        out: shape (values,), float32, CPU; overwritten. is_kept: the room stays, for `encode` and `give_back`.
         """
         check_not_capturing("call step() after each replay")
         room = self._down.popleft() if self._down else self._room(1, self._largest_down)
@@ -237,11 +230,7 @@ class DeviceLane:
     def encode(self, room: Room, base: Tensor, blocks: FragmentBlocks) -> dict[int, EncodedRows]:
         """Encode `base` minus what was packed, as far as devices can and have memory; waits. In the worker.
 
-        Args:
-            base: shape (values,), float32, CPU, page-locked.
-            blocks: of the fragment, of which this rank holds all.
-
-        Returns: by number of the piece, in the room's memory.
+        base: shape (values,), float32, CPU, page-locked. Returns: by number of the piece, in the room's memory.
         """
         if self._may_encode:
             try:
@@ -327,9 +316,7 @@ class DeviceLane:
 
     def apply(self, room: Room, *, is_anchored: bool, carry_factor: float) -> None:
         """Order the carry-over of what was sent, as `ModelTensors.shift`: in place, each operation rounded by itself.
-
-        is_anchored: whether own steps are kept; else the values are those of the version.
-        """
+        `is_anchored`: own steps are kept."""
         check_not_capturing("call step() after each replay")
         self._tensors.reshard()
         for stretch in room.stretches:
@@ -401,10 +388,7 @@ class LateNumbers:
     """A few numbers that are computed on a device, and read when they are there."""
 
     def __init__(self, numbers: Tensor, room: Tensor | None = None) -> None:
-        """Order the copy.
-
-        numbers: shape (k,). room: shape (at least k,), float32, page-locked, used until they were read; None: own.
-        """
+        """Order the copy of shape (k,). `room`: page-locked, float32, used until they were read; None: own."""
         self._numbers = numbers
         self._event = None
         if has_streams(numbers.device):
@@ -434,10 +418,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def encodes_there(devices: Collection[torch.device], codec: Codec, encode: Encoder, *, is_gathered: bool) -> bool:
-    """Whether contributions are encoded on the devices of the model; says why not, where that was asked for.
-
-    encode: `[learner] encode`. is_gathered: other ranks hold parts of the fragments.
-    """
+    """Whether contributions are encoded on the devices of the model; says why not, where that was asked for."""
     if encode != "device":
         return False
     reasons = {

@@ -52,10 +52,7 @@ def replicas_in(model: nn.Module) -> tuple[str, ...]:
 
 
 def plain_name(name: str, replicas: Sequence[str] = ()) -> str:
-    """Leave out wrappers, at every level.
-
-    replicas: of the model, as `replicas_in` returns them.
-    """
+    """Leave out wrappers, at every level. replicas: of the model, as `replicas_in` returns them."""
     name = _without(UNSAVED, name)
     for prefix in replicas:
         if name.startswith(prefix):

@@ -51,7 +51,6 @@ class Slab:
     """The values of one piece of a fragment that lie in one box.
 
     Attributes:
-        piece: of the fragment.
         inside: slices of the piece's values, seen as (rows of the piece, further axes of the tensor).
         local: the same values in the box.
         shape: of both.
@@ -93,12 +92,7 @@ class LocalFragment:
 class ShardMap:
     """The owners and holders of each box of each tensor.
 
-    Args:
-        tensors: the model's, with their global shapes.
-        held: by rank, the boxes that it holds of each tensor by name; empty ones are allowed.
-
-    Attributes:
-        ranks: how many.
+    holdings: by rank, the boxes that it holds of each tensor by name; empty ones are allowed.
 
     Raises LearnerError: boxes overlap without being equal, lie outside of their tensor, or leave a part of it to
     nobody.
@@ -158,10 +152,7 @@ class ShardMap:
 def describe(
     specs: Sequence[TensorSpec], boxes: Mapping[str, Sequence[Box]], marks: Mapping[str, str] | None = None
 ) -> bytes:
-    """Describe one rank's part of the model, as JSON.
-
-    marks: see `ModelTensors`.
-    """
+    """Describe one rank's part of the model, as JSON. marks: see `ModelTensors`."""
     marks = marks or {}
     entries = [
         [
@@ -177,12 +168,7 @@ def describe(
 
 
 def agreed(documents: Sequence[bytes]) -> tuple[tuple[TensorSpec, ...], ShardMap]:
-    """Put together what all ranks hold; each rank comes to the same.
-
-    documents: of `describe`, by rank.
-
-    Raises LearnerError: they do not make one model.
-    """
+    """Put together what all ranks `describe`; each comes to the same. Raises LearnerError: that is no model."""
     specs: dict[str, tuple[TensorSpec, int]] = {}
     holdings: list[dict[str, list[Box]]] = []
     alike: dict[tuple[Box, str], list[tuple[str, int]]] = {}
@@ -207,10 +193,7 @@ def agreed(documents: Sequence[bytes]) -> tuple[tuple[TensorSpec, ...], ShardMap
 
 
 def _check_not_tied(copies: Sequence[tuple[str, int]], holdings: Sequence[Mapping[str, object]]) -> None:
-    """Raise LearnerError: tensors of one value and several names are on ranks of which none has both.
-
-    copies: name and rank of each. holdings: by rank, what it has.
-    """
+    """Raise LearnerError: tensors of one value and several names are on ranks of which none has both."""
     first, rank = copies[0]
     for name, other_rank in copies:
         if name != first and not any(first in names and name in names for names in holdings):
