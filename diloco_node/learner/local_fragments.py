@@ -40,7 +40,7 @@ from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.replica_check import ReplicaCheck
 from diloco_node.learner.revert import RevertCheck
-from diloco_node.learner.snapshots import ComingVersion, HeldSnapshot, SnapshotRooms, host_room
+from diloco_node.learner.snapshots import ComingVersion, HeldSnapshot, SnapshotRooms
 from diloco_node.learner.worker import BackgroundWorker
 from diloco_node.numeric import F32, U8
 from diloco_node.wire.learner_link import (
@@ -127,7 +127,7 @@ class LearnerFragments:
         # Per fragment this rank's part of the version last applied. Constant while a snapshot of it is encoded.
         self._base = [place[:size] for place, size in zip(self._area, sizes, strict=False)]
         if not self._is_base_shared:
-            self._base = list(torch.split((page_locked if self._is_encoded_there else host_room)(sum(sizes)), sizes))
+            self._base = list(torch.split((page_locked if self._is_encoded_there else host_values)(sum(sizes)), sizes))
         self._rooms = SnapshotRooms(max(sizes))
         # Per fragment all that this rank applies: what it owns, then what it follows.
         self._resident = list(map(join, self._owned, self._followed))
@@ -136,7 +136,7 @@ class LearnerFragments:
         self._lane = DeviceLane(tensors, self._owned, self._resident) if is_on_device else None
         slab_sizes = [slab.size for local in self._resident for slab in local.slabs]
         # As large as the largest slab; what is in it is of no use between two calls.
-        self._scratch = host_room(max(slab_sizes, default=0) if self._lane is None else 0)
+        self._scratch = host_values(max(slab_sizes, default=0) if self._lane is None else 0)
         # By fragment the unresolved snapshot: at most one, against the version in `_base`.
         self._snapshots: dict[int, HeldSnapshot] = {}
         self._taken: list[HeldSnapshot] = []  # at this boundary: the encoder does not have them yet
