@@ -388,16 +388,15 @@ class LearnerFragments:
             self._own = None
             self._ended.clear()
         plan, kept_steps = self._plan(position, snapshot, version)
-        primary = self._owned[index]
-        self.revert.before(primary)
-        if self._lane is not None and incoming.room is not None:
-            self._lane.apply(incoming.room, is_anchored=plan.anchor is not Anchor.NONE, carry_factor=plan.carry_factor)
-            self._worker.put(partial(self._keep, index, incoming.room))
-        else:
-            self._shift(incoming, plan, snapshot)
+        is_kept = plan.anchor is not Anchor.NONE
+        with self.revert.around(self._owned[index]):
+            if self._lane is not None and incoming.room is not None:
+                self._lane.apply(incoming.room, is_anchored=is_kept, carry_factor=plan.carry_factor)
+                self._worker.put(partial(self._keep, index, incoming.room))
+            else:
+                self._shift(incoming, plan, snapshot)
         if self._is_base_shared:
             self._base[index], self.slots[index] = incoming.place, incoming.slot
-        self.revert.after(primary)
         self.positions[index] = position_after(
             position,
             inclusion=None if snapshot is None else (snapshot.contribution.step_to, snapshot.tokens),
@@ -405,7 +404,7 @@ class LearnerFragments:
             tokens=self.tokens,
             version=version,
             mode=self.settings.carry,
-            is_kept=plan.anchor is not Anchor.NONE,
+            is_kept=is_kept,
         )
         if snapshot is not None:
             self._last_included[index] = snapshot.contribution.snapshot

@@ -150,9 +150,9 @@ DEVICE_FAULTS: Final = {
     ),
     "applied-through-the-host": DeviceFault(
         FRAGMENTS,
-        "        if self._lane is not None and incoming.room is not None:\n            self._lane.apply",
-        "        self.tensors.write(primary, incoming.place)\n"
-        "        if self._lane is not None and incoming.room is not None:\n            self._lane.apply",
+        "            if self._lane is not None and incoming.room is not None:\n                self._lane.apply",
+        "            self.tensors.write(self._owned[index], incoming.place)\n"
+        "            if self._lane is not None and incoming.room is not None:\n                self._lane.apply",
     ),
     "anchor-not-sent": DeviceFault(LANE, "range(2 if anchor else 1)", "range(1)"),
     "pageable-rooms-and-words": DeviceFault(PAGES, "pin_memory=True)", "pin_memory=False)"),

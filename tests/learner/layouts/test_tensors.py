@@ -320,9 +320,8 @@ class Checked:
 
     def apply(self, before: float | torch.Tensor, after: float | torch.Tensor) -> None:
         self.write(before)
-        self.check.before(self.fragment)
-        self.write(after)
-        self.check.after(self.fragment)
+        with self.check.around(self.fragment):
+            self.write(after)
 
     def round(self, change: float, *, gradient: float | None = None) -> None:
         """A version moves each value from 0 to 1; then a step moves it by `change`."""
