@@ -112,9 +112,8 @@ class LearnerSession:
         # Both from the first Welcome on, for the life of the process.
         self._fragments: LearnerFragments | None = None
         self._counter: TrainedCounter | None = None
-        # The daemon waits for Theta_0, and no boundary has written it yet.
-        self._wants_initial_state = False
-        self._news = NO_ORDERS  # other shards and settings, until a boundary takes them
+        # Other shards and settings, and a wish for Theta_0, until a boundary takes them.
+        self._news = NO_ORDERS
         # Fragments whose offer this daemon has made and not been answered; an older daemon's are forgotten.
         self._offered: set[int] = set()
         # Set by the encoder's thread: parameters are not finite, and the next boundary raises.
@@ -166,7 +165,7 @@ class LearnerSession:
         Raises LearnerError: the daemon refuses this learner.
         """
         if not self.link.may_have_commands:
-            return self._wants_initial_state
+            return self._news != NO_ORDERS
         with self.link.lock:
             requests = []
             for command in list(self.link.commands()):
@@ -175,11 +174,12 @@ class LearnerSession:
                 else:
                     self._take_news(command)
             self.link.put_back(*requests)
-        return bool(requests) or self._news != NO_ORDERS or self._wants_initial_state
+        return bool(requests) or self._news != NO_ORDERS
 
     def _make_attach(self) -> Attach:
         """In the link's thread, with its lock held."""
-        self._wants_initial_state = False  # a wish of the daemon before: the new one's parameters may lie there
+        # A wish of the daemon before: the new one's parameters may lie there.
+        self._news = replace(self._news, wants_initial_state=False)
         fragments, welcome = self._fragments, self.welcome
         if fragments is not None:
             fragments.finish_reading()
@@ -217,7 +217,8 @@ class LearnerSession:
             self.link.send(self._end_wanted)
         # Offers of the daemon before are none of this one's.
         self._offered.clear()
-        self._wants_initial_state = welcome.wants_initial_state and not self.fragments.is_placed
+        wants_initial_state = welcome.wants_initial_state and not self.fragments.is_placed
+        self._news = replace(self._news, wants_initial_state=wants_initial_state)
 
     def _build(self, welcome: Welcome) -> LearnerFragments:
         manifest = manifest_of(self._specs, welcome)
@@ -336,13 +337,11 @@ class LearnerSession:
                 offers[index] = command
                 self._offered.add(index)
         self.link.put_back(*later)
-        wants_initial_state, self._wants_initial_state = self._wants_initial_state, False
         news, self._news = self._news, NO_ORDERS
         return replace(
             news,
             requests=tuple(requests[index] for index in sorted(requests)),
             offers=tuple(offers[index] for index in sorted(offers)),
-            wants_initial_state=wants_initial_state,
         )
 
     def _take_news(self, command: ToLearner) -> None:
