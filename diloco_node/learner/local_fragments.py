@@ -313,7 +313,7 @@ class LearnerFragments:
         """Whether an order can be carried out at this boundary, after `ahead` others of its kind."""
         if self._lane is None:
             return True
-        return ahead < (self._lane.free_down if isinstance(order, SnapshotRequested) else self._lane.free_up)
+        return ahead < self._lane.free[isinstance(order, VersionOffered)]
 
     def take(self, offer: VersionOffered, values: Tensor | None = None) -> None:
         """Begin to take a version from its slot, or rank 0's `values` (n,), float32, CPU: those stay as they are while

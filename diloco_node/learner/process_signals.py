@@ -103,9 +103,8 @@ class TerminateFlag:
 
     def is_late(self) -> bool:
         """Whether a stop signal has come, and so long ago that this process must be about to end."""
-        return (
-            self.is_set and time.monotonic() >= (self._stop_s if self._set_s is None else self._set_s) + self._grace_s()
-        )
+        begun_s = self._stop_s if self._set_s is None else self._set_s
+        return self.is_set and time.monotonic() >= begun_s + self._grace_s()
 
     @staticmethod
     def _grace_s() -> float:

@@ -176,14 +176,9 @@ class DeviceLane:
                     room.rows(stretch)
 
     @property
-    def free_down(self) -> int:
-        """Fragments that can be packed without more memory."""
-        return len(self._down)
-
-    @property
-    def free_up(self) -> int:
-        """Versions that can be sent without more memory."""
-        return len(self._up)
+    def free(self) -> tuple[int, int]:
+        """Fragments that can be packed, and versions that can be sent, without more memory."""
+        return len(self._down), len(self._up)
 
     # ---- down --------------------------------------------------------------------------------------------------------
 
