@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 from diloco_node.core.bounds import REASON_BYTES
 from diloco_node.errors import LearnerError
 from diloco_node.learner.local_fragments import LearnerFragments
-from diloco_node.learner.process_signals import LearnerPlace, is_alive
+from diloco_node.learner.process_signals import LearnerPlace, start_of
 from diloco_node.learner.ranks import Ranks
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from diloco_node.wire.learner_link import NO_SNAPSHOT, UNATTACHED, Failed, VersionOffered
@@ -77,7 +77,7 @@ def note_refusal_of_rank(error: BaseException) -> None:
 def _own_mark(fault: str, last: PlaceMark | None) -> PlaceMark | None:
     pid = os.getpid()
     # The learner may be another rank, or the process that has started this one.
-    is_free = last is None or (not (last.has_left and pid in _leavers) if last.pid == pid else not is_alive(last.pid))
+    is_free = last is None or (not (last.has_left and pid in _leavers) if last.pid == pid else not start_of(last.pid))
     if not is_free:
         return None
     if last is not None and last.has_left and last.pid != pid:

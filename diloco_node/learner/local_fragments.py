@@ -33,7 +33,7 @@ from diloco_node.learner.fragment_settings import FragmentSettings
 from diloco_node.learner.late_looks import LateLook
 from diloco_node.learner.layouts.device import DeviceLane, Room, encodes_there, has_streams
 from diloco_node.learner.layouts.page_locked import page_locked
-from diloco_node.learner.layouts.shard_map import ShardMap, join, whole_map
+from diloco_node.learner.layouts.shard_map import ShardMap, join
 from diloco_node.learner.layouts.slab_values import host_values
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.rank_exchange import RankExchange
@@ -66,7 +66,7 @@ class LearnerFragments:
         version_area: shape (all slots' values,), float32: versions from the daemon (shared memory). On rank 0.
         contribution_area: shape (sum of encoded bytes,), uint8: contributions to the daemon (shared memory). On rank 0.
         answer: called from the encoder thread with each SnapshotReady or SnapshotDenied. On rank 0.
-        shards: which rank holds what; this one everything if None. exchange: with other ranks, if there are any.
+        exchange: with other ranks, if there are any.
         before_ready: called in the encoder thread before a snapshot is announced; makes the trained counters durable.
 
     Attributes:
@@ -83,18 +83,18 @@ class LearnerFragments:
         manifest: Manifest,
         settings: FragmentSettings,
         *,
+        shards: ShardMap,
         version_area: F32 | None = None,
         contribution_area: U8 | None = None,
         answer: Callable[[Answer], None] = lambda _: None,
         before_ready: Callable[[], None] = lambda: None,
-        shards: ShardMap | None = None,
         rank: int = 0,
         exchange: RankExchange | None = None,
     ) -> None:
         self.manifest = manifest
         self.settings = settings
         self.tensors = tensors
-        self.shards = shards or whole_map(manifest.tensors)
+        self.shards = shards
         # All of these only grow, the first two at a boundary, before anything is carried out there.
         self.step = self.tokens = 0
         self.applied = 0

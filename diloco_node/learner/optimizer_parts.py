@@ -252,7 +252,8 @@ class OptimizerParts:
                 local = pieces[0][1].new_empty(local_part(parameter).shape)
             else:
                 local = _joined(f"{key} of {name}", box, pieces)
-            values[key] = _like(parameter, local)
+            # What an optimizer loads it makes of the parameter's type, unless it is a count.
+            values[key] = cut_like(parameter, local) if is_sharded(parameter) else local
         for key, (label, is_signed) in narrow.items():
             values[key] = self._narrow(label, parameter, values[key], is_signed=is_signed)
         return values
@@ -324,12 +325,6 @@ def _joined(label: str, box: Box, pieces: Sequence[tuple[Box, Tensor]]) -> Tenso
     if count != box.volume:
         raise LearnerError(f"of {label} only {count} of {box.volume} values were kept")
     return whole
-
-
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """A state of the parameter's kind."""
-    # What an optimizer loads it makes of the parameter's type, unless it is a count.
-    return cut_like(parameter, local) if is_sharded(parameter) else local
 
 
 def _split(prefix: str, values: Json, tensors: dict[str, Tensor]) -> Json:

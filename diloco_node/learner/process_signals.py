@@ -163,7 +163,7 @@ class LearnerPlace:
         """Be this process's learner. Raises LearnerError: it has one, or is a child of one."""
         pid = os.getpid()
         is_child = self._is_child()
-        own_start = _start_of(pid)
+        own_start = start_of(pid)
         # Nothing is waited for from here to the mark: two threads may come at once.
         if LearnerPlace.pid == pid:
             raise LearnerError(
@@ -184,7 +184,7 @@ class LearnerPlace:
     def _is_child() -> bool:
         number, _, start = os.environ.get(LEARNER_VARIABLE, "").partition(" ")
         # A child that a shell has started in the background has lost its parent: only the variable tells.
-        is_below = number.isdecimal() and int(number) != os.getpid() and _start_of(int(number)) == start != ""
+        is_below = number.isdecimal() and int(number) != os.getpid() and start_of(int(number)) == start != ""
         return is_below or getattr(multiprocessing.current_process(), "_inheriting", False)
 
     @classmethod
@@ -204,12 +204,7 @@ class LearnerPlace:
             os.environ.pop(LEARNER_VARIABLE, None)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether there is such a process."""
-    return bool(_start_of(pid))
-
-
-def _start_of(pid: int) -> str:
+def start_of(pid: int) -> str:
     """When the process that has this number now was started; empty if there is none."""
     process = process_of(pid)
     return "" if process is None else f"{process.start_ticks} {process.boot}"

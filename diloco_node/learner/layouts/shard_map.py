@@ -210,11 +210,6 @@ def join(first: LocalFragment, second: LocalFragment) -> LocalFragment:
     return LocalFragment(first.index, slabs, first.size + second.size)
 
 
-def whole_map(tensors: Sequence[TensorSpec]) -> ShardMap:
-    """The map of one rank that holds all of the model."""
-    return ShardMap(tensors, [{tensor.name: [whole_box(tensor.shape)] for tensor in tensors}])
-
-
 def whole_box(shape: Sequence[int]) -> Box:
     """All of a tensor."""
     return Box((0,) * len(shape), tuple(shape))

@@ -12,7 +12,7 @@ from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.names import unwrap
-from diloco_node.learner.layouts.shard_map import Box, LocalFragment, whole_map
+from diloco_node.learner.layouts.shard_map import Box, LocalFragment, ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, memory_of
 from diloco_node.learner.omissions import statistics_warning
 from diloco_node.learner.pull_back import STEPS
@@ -25,7 +25,8 @@ SEED = 499
 def parts(tensors: ModelTensors, fragments: int = 1) -> list[LocalFragment]:
     """The fragments, as one rank holds them that has all of the model."""
     manifest = build_manifest(tensors.specs, fragments)
-    return [whole_map(tensors.specs).owned(fragment, 0) for fragment in manifest.fragments]
+    shards = ShardMap(tensors.specs, [tensors.boxes])
+    return [shards.owned(fragment, 0) for fragment in manifest.fragments]
 
 
 class Tied(nn.Module):
