@@ -87,13 +87,7 @@ class LearnerLink:
         # The training and the encoder's thread append, the link's thread takes.
         self._outgoing: deque[ToDaemon] = deque()
         # The newest report alone: an older one that was not sent is of no use.
-        self._report: Report | None = None
-        # Held while bytes are written, so that messages never mix.
-        self._write_lock = threading.Lock()
-        # The same connection for the training thread; another object, for one with a timeout waits before it sends.
-        self.direct: socket.socket | None = None
-        # The tail of a message that the training thread began: it goes first.
-        self._unsent = b""
+        self._report: deque[Report] = deque(maxlen=1)
         # Why a daemon refused this learner for now, the last time.
         self._refusal = ""
         # Set once, by the link's thread, which then ends; the training thread raises it.
@@ -111,31 +105,10 @@ class LearnerLink:
     def send(self, message: ToDaemon) -> None:
         """Queue a message. Never blocks. Lost if the daemon dies: the next Attach says what matters."""
         if isinstance(message, Report):
-            if self._send_now(frame(TO_DAEMON.encode(message))):
-                return
-            self._report = message
+            self._report.append(message)
         else:
             self._outgoing.append(message)
         self._wake()
-
-    def _send_now(self, data: bytes) -> bool:
-        """Write from the training thread if that takes no waiting.
-
-        Reports come with every step. Waking the link's thread for each would cost two thread switches and a fight for
-        the GIL, many times as much as the write.
-        """
-        if not self._write_lock.acquire(blocking=False):
-            return False
-        try:
-            if self.direct is None or self.has_outgoing():
-                return False
-            count = self.direct.send(data)
-            self._unsent = data[count:]
-            return not self._unsent or self._wake()
-        except OSError:
-            return False  # full, or lost: the link's thread finds out
-        finally:
-            self._write_lock.release()
 
     @property
     def may_have_commands(self) -> bool:
@@ -177,13 +150,12 @@ class LearnerLink:
 
     def has_outgoing(self) -> bool:
         """Whether something waits for the link to be sent."""
-        return bool(self._outgoing) or self._report is not None or bool(self._unsent)
+        return bool(self._outgoing or self._report)
 
-    def _wake(self) -> bool:
+    def _wake(self) -> None:
         # A full pipe means that the thread is awake already.
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake_write.send(b"\0")
-        return True
 
     def _run(self) -> None:
         backoff = Backoff(REDIAL_MIN_S, REDIAL_MAX_S)
@@ -201,19 +173,11 @@ class LearnerLink:
                     backoff.reset()
             except Exception as error:  # noqa: BLE001 - a thread's last word; the training thread raises it
                 self._failure = LearnerError(f"the link thread ended: {error!r}")
-            self._disconnect()
+            self.is_up = False
             if self._failure is not None:
                 self._arrived.set()
                 return
             self._is_closing.wait(backoff.next_s())
-
-    def _disconnect(self) -> None:
-        self.is_up = False
-        with self._write_lock:
-            if self.direct is not None:
-                self.direct.close()
-                self.direct = None
-            self._unsent = b""
 
     def _converse(self, connection: socket.socket) -> None:
         with self.lock:
@@ -262,20 +226,11 @@ class LearnerLink:
     def _send_queued(self, connection: socket.socket) -> None:
         if len(self._outgoing) > QUEUE_MAX:
             raise LinkLost(f"the daemon has left {QUEUE_MAX} messages unread; attaching anew")
-        with self._write_lock:
-            self._write_queued(connection)
-            if self.direct is None:
-                self.direct = connection.dup()
-                self.direct.setblocking(False)
-
-    def _write_queued(self, connection: socket.socket) -> None:
-        bodies, self._unsent = [self._unsent], b""
+        # A report is taken first and goes last: a daemon that sees step n has heard of all that was done before it.
+        reports = [self._report.pop()] if self._report else []
+        messages: list[ToDaemon] = []
         while self._outgoing:
-            bodies.append(frame(TO_DAEMON.encode(self._outgoing.popleft())))
-        # The report last: a daemon that sees step n has heard of everything that was done at the boundaries before it.
-        report, self._report = self._report, None
-        if report is not None:
-            bodies.append(frame(TO_DAEMON.encode(report)))
-        data = b"".join(bodies)
-        if data:
-            connection.sendall(data)
+            messages.append(self._outgoing.popleft())
+        messages += reports
+        if messages:
+            connection.sendall(b"".join(frame(TO_DAEMON.encode(message)) for message in messages))
