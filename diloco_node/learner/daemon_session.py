@@ -120,11 +120,8 @@ class LearnerSession:
         self._denied: SnapshotDenied | None = None
         # The script's wish for the end of the run: every daemon is told.
         self._end_wanted: EndWanted | None = None
-        # The step that was reported last, by which the next one is found that rounds may wait for.
-        self._told_step = 0
-        # That one; None: no step is news. Of no use while `_is_news_old`.
+        # The next step that rounds may wait for, by what was reported and applied last; None: no step is news.
         self._news_step: int | None = None
-        self._is_news_old = True
         # When the last report was due, by the clock of `step`.
         self._reported_ns = 0
         # An attach() before this one had its part, which holds until a daemon welcomes this one.
@@ -390,19 +387,15 @@ class LearnerSession:
 
     def is_report_due(self, now_ns: int) -> bool:
         """Whether to report this step: after a while, or if rounds may wait for it or one that was not reported."""
-        if is_due := now_ns - self._reported_ns >= REPORT_EVERY_NS or self._is_news():
+        is_news = self._news_step is not None and self.fragments.step >= self._news_step
+        if is_due := is_news or now_ns - self._reported_ns >= REPORT_EVERY_NS:
             self._reported_ns = now_ns
         return is_due
 
     def _note_news(self, reported_step: int) -> None:
-        self._told_step, self._is_news_old = reported_step, True
-
-    def _is_news(self) -> bool:
-        if self._is_news_old:
-            assert self.welcome is not None
-            sync_every, self._is_news_old = self.welcome.sync_every, False
-            self._news_step = next_news_step(self.fragments.positions, self._told_step, sync_every=sync_every)
-        return self._news_step is not None and self.fragments.step >= self._news_step
+        assert self.welcome is not None
+        sync_every = self.welcome.sync_every
+        self._news_step = next_news_step(self.fragments.positions, reported_step, sync_every=sync_every)
 
     def close(self, last: Done | Failed | None, *, has_stop: bool) -> None:
         """Say the last word, let go of everything. has_stop: a signal asked this process, or another rank, to stop."""
