@@ -38,10 +38,7 @@ class AutoStep:
         self._tell: Callable[[int, Tensor | None], None] | None = None
 
     def begin(self, tell: Callable[[int, Tensor | None], None], refuse: Callable[[LearnerError], None]) -> None:
-        """From now on call `tell` after each step, with its tokens and the loss that the model returned.
-
-        refuse: hears of a step that can't be told, which its script may catch.
-        """
+        """Call `tell` after each step, with its tokens and the model's loss; `refuse` if a step can't be told."""
         self._watch.take()
         self._tell, self._refuse = tell, refuse
         # A compiled step would have the hook in its graph, and the whole of a boundary. An optimizer has loaded dynamo.

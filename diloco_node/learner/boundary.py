@@ -144,10 +144,7 @@ class StepBoundaries:
         return any(self.ranks.all_bytes(b"1" if self.terminate.is_asked() else b""))
 
     def are_leaving(self, is_stopping: bool) -> bool:
-        """Whether the ranks stop, and can meet: on `is_stopping`, or since some process was asked to. All call it.
-
-        Such a process has not stopped for good: the next one goes on.
-        """
+        """Whether the ranks stop, for good or because some process was asked to, and can meet. All call it."""
         return self.ranks.can_meet and (is_stopping or self.are_asked_to_stop())
 
     def are_idle(self) -> bool:

@@ -151,10 +151,7 @@ class Checkpoint:
 
     @classmethod
     def from_parts(cls, document: str, tensors: dict[str, Tensor]) -> Checkpoint:
-        """From `document` and the tensors.
-
-        Raises LearnerError: another format. KeyError, TypeError, ValueError: not ours.
-        """
+        """From `document` and tensors. Raises LearnerError: another format. KeyError, TypeError, ValueError."""
         fields = json.loads(document)
         if fields["format"] != FORMAT:
             raise LearnerError(f"format {fields['format']}, expected {FORMAT}")

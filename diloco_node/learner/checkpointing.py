@@ -130,10 +130,7 @@ class Checkpointing:
     def _read(
         self, folder: Path, manifest_digest: str, ranks: Ranks, viewers: Mapping[FileName, int]
     ) -> Checkpoint | None:
-        """Begin with one checkpoint; None on all ranks if one of its files is of no use.
-
-        viewers: its files, by rank, and the lowest rank that sees each.
-        """
+        """Begin with the files of one checkpoint, by who reads each; None on all ranks if one is of no use."""
         checkpoints = {
             name: read_usable(folder / name.text, manifest_digest)
             for name, viewer in viewers.items()

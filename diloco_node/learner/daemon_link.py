@@ -116,10 +116,7 @@ class LearnerLink:
         return bool(self.waiting_commands) or self._arrived.is_set() or self._failure is not None
 
     def commands(self) -> Iterator[ToLearner]:
-        """Return the daemon's commands since the last time, oldest first. Call with `lock` held.
-
-        Raises LearnerError: the daemon refused this process for good.
-        """
+        """Return the daemon's commands since the last time, with `lock` held. Raises LearnerError: refused for good."""
         self._arrived.clear()
         if self._failure is not None:
             raise self._failure
@@ -128,9 +125,7 @@ class LearnerLink:
             yield self.waiting_commands.popleft()
 
     def put_back(self, *commands: ToLearner) -> None:
-        """Keep commands for the next boundary, in this order, before those that have come meanwhile. Call with `lock`
-        held, once within the boundary that yielded them.
-        """
+        """Keep commands for the next boundary, before those that come. With `lock` held since they were yielded."""
         self.waiting_commands.extendleft(reversed(commands))
 
     def wait(self, timeout_s: float) -> bool:

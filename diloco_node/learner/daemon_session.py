@@ -298,10 +298,7 @@ class LearnerSession:
 
     @contextlib.contextmanager
     def boundary(self) -> Iterator[None]:
-        """Within it `orders` are taken and carried out: the link does not describe the learner meanwhile.
-
-        Raises LearnerError: parameters are not finite.
-        """
+        """Within it `orders` are carried out, the link is silent. Raises LearnerError: parameters are not finite."""
         with self.link.lock:
             yield
         if self._denied is not None:
@@ -419,10 +416,7 @@ class LearnerSession:
 
 
 def join(session: LearnerSession | None, ranks: Ranks, is_stopping: Callable[[], bool]) -> Welcome | None:
-    """The daemon's Welcome on every rank; only rank 0 has a session. None if `is_stopping` says so first.
-
-    Raises LearnerError: as `LearnerSession.join`; another rank is gone.
-    """
+    """The daemon's Welcome on every rank, by rank 0's session; None if `is_stopping` says so first. Raises as that."""
     welcome = session.join(is_stopping, ranks.say_wait) if session is not None else None
     body = ranks.share_late(b"" if welcome is None else TO_LEARNER.encode(welcome))
     if not body:

@@ -36,10 +36,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any]) -> None:
-    """Put them back; devices that are not here are passed over.
-
-    Raises ValueError, TypeError, KeyError: they are none of `generator_states`.
-    """
+    """Put them back, on devices that are here. Raises ValueError, TypeError, KeyError: they are none of ours."""
     if "python" in states:
         random.setstate(states["python"])
     if "numpy" in states:
@@ -89,10 +86,7 @@ class KeptGenerator:
 
 
 def as_stateful(name: str, component: object) -> Any:
-    """Return a part of `stateful` as one that has `state_dict` and `load_state_dict`.
-
-    Raises LearnerError: it can't be kept.
-    """
+    """Return a part of `stateful` with `state_dict` and `load_state_dict`. Raises LearnerError: it can't be kept."""
     if isinstance(component, random.SystemRandom):
         raise LearnerError(f"attach(stateful={{{name!r}: ...}}): a SystemRandom has no state to keep: leave it out")
     if isinstance(component, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):

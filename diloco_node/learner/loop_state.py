@@ -62,10 +62,7 @@ RUN_MODULE: Final = "diloco_node.learner.attach"
 
 
 class LoopState:
-    """A search for state of the loop that no checkpoint has.
-
-    tensors: the model's. stateful: what a checkpoint keeps. warn: tells people. optimizer: is kept as well.
-    """
+    """A search for state of the loop that no checkpoint has. stateful, optimizer: what a checkpoint keeps."""
 
     def __init__(
         self,

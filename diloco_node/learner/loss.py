@@ -101,10 +101,7 @@ def _number(loss: Tensor | float, call: str, name: str) -> float:
 
 
 def _scalar(loss: Tensor, call: str) -> Tensor:
-    """The loss as one detached value. A DTensor is not gathered: not all ranks may tell theirs.
-
-    Raises LearnerError: this rank has only a part of it.
-    """
+    """The loss as one detached value, not gathered. Raises LearnerError: this rank has only a part of a DTensor."""
     if is_sharded(loss) and not all(place.is_replicate() for place in loss.placements):  # type: ignore[attr-defined]
         argument = call.removesuffix(")").partition("(")[2].partition("=")[0]
         raise LearnerError(

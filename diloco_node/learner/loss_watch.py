@@ -81,10 +81,7 @@ class SpikeWatch:
 
 
 class LossWatch:
-    """The newest loss and gradient norm, each with the range that it usually has.
-
-    is_rolling_back: values far outside of their range end the learner, too, not only those that are not finite.
-    """
+    """The newest loss and gradient norm, each with its usual range. is_rolling_back: values beyond end the learner."""
 
     def __init__(self, *, is_rolling_back: bool) -> None:
         self.loss = LateLoss()

@@ -123,10 +123,7 @@ class SavedStates:
             self._follow(self._tensors.model, self._tensors, fragments)
 
     def merge(self, module: nn.Module, *, is_asked: bool = True) -> None:
-        """Have the states of this module hold the merged parameters, whatever their names are in it.
-
-        is_asked: by the script; not by a trainer's callback, of which a reader of states may know nothing.
-        """
+        """Have this module's states hold the merged parameters, whatever their names. is_asked: by the script."""
         fragments, tensors = self._fragments, self._tensors
         if fragments is None or tensors is None or not fragments.shards.is_first_whole:
             return

@@ -197,10 +197,7 @@ class OptimizerParts:
         tell_changes(changes)
 
     def _place_of_group(self, at: int, own_group: Json, groups: Sequence[Json], names: Sequence[str]) -> int | None:
-        """Find the group of a checkpoint with most of the parameters of a group; None: it had none of them.
-
-        Groups may be in another order since, more or fewer. Parameters without a name are looked for by place only.
-        """
+        """Find the checkpoint's group with most of a group's parameters, or None; by place for those without names."""
         own_names = {self._names[index] for index in own_group["params"]} - {""}
         if not own_names:
             is_nameless = at < len(groups) and not any(names[index] for index in groups[at]["params"])
@@ -259,10 +256,7 @@ class OptimizerParts:
         return values
 
     def _narrow(self, label: str, parameter: Tensor, value: Tensor, *, is_signed: bool) -> Tensor:
-        """Put a state back into fewer bits, as torchao's optimizers make theirs: as floats all may not fit the device.
-
-        Raises ValueError: this optimizer does not say how.
-        """
+        """Put a state back into fewer bits, as torchao's optimizers make theirs. Raises ValueError: this one can't."""
         makers = [inner._new_buffer for inner in inner_of(self._optimizer) if hasattr(inner, "_new_buffer")]
         if not makers:
             raise ValueError(f"a {label} was kept, which this optimizer does not make")

@@ -85,9 +85,9 @@ class TerminateFlag:
         return self._set_s is not None or time.monotonic() - self._stop_s < STOP_LASTS_S
 
     def is_orderly(self, error: BaseException, *, is_alone: bool) -> bool:
-        """Whether a block that this ends is left in order; a handler of a stop signal exits with any code.
+        """Whether a block that this ends is left in order: a stop signal's handler exits with any code.
 
-        is_alone: there are no other ranks, which may be in the middle of a step.
+        is_alone: no other rank may be in the middle of a step.
         """
         is_stop = is_alone and error is self._exit
         return is_stop or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)

@@ -158,10 +158,7 @@ class Ranks:
         return self.size == 1 or dist.is_initialized()
 
     def have_daemon(self, socket: str) -> bool:
-        """Whether rank 0 has a daemon's `socket`; "" for none. All ranks call it.
-
-        Raises LearnerError: only another rank has one.
-        """
+        """Whether rank 0 has a daemon's `socket`. All ranks call it. Raises LearnerError: only another one has."""
         flags = [bool(flag) for flag in self.all_bytes(b"1" if socket else b"")]
         if any(flags) and not flags[0]:
             raise LearnerError(
@@ -210,10 +207,7 @@ class Ranks:
         )
 
     def share_orders(self, orders: Orders) -> Orders:
-        """Give rank 0's orders to every rank; the others' are ignored. All ranks have agreed that there are some.
-
-        Raises LearnerError: another rank is gone.
-        """
+        """Give rank 0's orders, of which all know that there are some, to every rank. Raises as `share_bytes`."""
         if self.size == 1:
             return orders
         messages: list[ToLearner] = [*orders.requests, *orders.offers]

@@ -45,11 +45,7 @@ _NUMBERS: Final = 7
 
 @dataclass(slots=True)
 class _Trial:
-    """A version that was applied, and what is looked at.
-
-    Attributes:
-        before, after: samples of the parameters, on their device. look: on its way; None until one was begun.
-    """
+    """A version that was applied, samples of the parameters before and after, and the look at it that is on its way."""
 
     local: LocalFragment
     before: Tensor
@@ -105,10 +101,7 @@ class RevertCheck:
         )
 
     def verify(self) -> None:
-        """At the next boundary, before anything is applied: are the applied values still there?
-
-        Raises LearnerError: they were reverted, `VERSIONS_REVERTED` times.
-        """
+        """Look whether applied values are still there. Raises LearnerError: not, `VERSIONS_REVERTED` times."""
         self._pull_back.look()
         for index, trial in list(self._pending.items()):
             if trial.look is None:

@@ -159,10 +159,7 @@ def is_same(old: Any, own: Any) -> bool:
 
 
 def place_schedule(schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that `schedule.load_state_dict` is to be given: its own settings at a checkpoint's position.
-
-    schedule: any, also in a wrapper; one that is not torch's gets all of the state. state: from the checkpoint.
-    """
+    """Return what a schedule is to load: its own settings at a checkpoint's position; if it is not torch's, all."""
     schedule = below_wrapper(schedule)
     if not isinstance(schedule, lr_scheduler.LRScheduler):
         return state

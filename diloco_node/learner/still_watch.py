@@ -17,10 +17,8 @@ _WRITES: Final = attrgetter("_version")
 
 
 class StillWatch:
-    """A watch for steps without a write by the loop. Made when the model holds the run's parameters.
-
-    tensors: what is merged. weights: those of them that no forward pass changes.
-    """
+    """A watch for steps without a write by the loop. Made when the model holds the run's parameters, of what is merged,
+    and the weights in it, which no forward pass changes."""
 
     def __init__(self, tensors: Collection[Tensor], weights: Collection[Tensor], warn: Callable[[str], None]) -> None:
         self._tensors, self._weights, self._warn = tensors, weights, warn

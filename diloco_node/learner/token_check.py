@@ -43,10 +43,7 @@ class TokenCount:
 
 
 class TokenCheck:
-    """A comparison of the tokens that a loop tells with those of its batches.
-
-    sources: what may have a `token_count`: the objects that the loop's checkpoint keeps, or the callback.
-    """
+    """A comparison of the tokens that a loop tells with the `token_count` of its data, or of its callback."""
 
     def __init__(self, sources: Iterable[object]) -> None:
         counts = [getattr(source, "token_count", None) for source in sources]

@@ -73,7 +73,7 @@ def by_plain_name(values: Mapping[str, V], model: nn.Module) -> dict[str, V]:
 
 
 def names_of(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Each parameter with all its names; several for a tied one, and for one of a module that stands at several places.
+    """Each parameter with all its names: of a tied one, or of one that stands at several places, several.
 
     Raises LearnerError: two parameters have one name.
     """

@@ -229,10 +229,7 @@ class ModelTensors:
         return buffers_of(self.model) | parameters
 
     def run_names(self, state: Mapping[str, object]) -> dict[str, str]:
-        """Return the names of the merged tensors in a `state_dict()`, each with its name in the manifest.
-
-        They are known by their memory: hooks of a script may call them something else.
-        """
+        """Return by name in a `state_dict()` the merged tensors' names in the manifest; they are known by memory."""
         names = {memory_of(tensor.parameter): name for name, tensor in self._tracked.items()}
         places = {key: memory_of(value) for key, value in state.items() if isinstance(value, Tensor)}
         return {key: names[place] for key, place in places.items() if place in names}
