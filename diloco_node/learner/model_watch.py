@@ -36,8 +36,7 @@ from diloco_node.learner.optimizer_record import FAR, NOISE, TOLD, OptimizerReco
 from diloco_node.learner.schedules import schedules_of
 from diloco_node.learner.several_optimizers import check_kind, inner_of, kind_of, parameters_of
 from diloco_node.learner.state_watch import StateWatch
-from diloco_node.learner.step_counts import StepCounts
-from diloco_node.learner.still_watch import StillWatch
+from diloco_node.learner.step_counts import StepCounts, StillWatch
 from diloco_node.learner.tensor_forms import (
     LOADED,
     REMEDY,
