@@ -20,11 +20,10 @@ from diloco_node.core.merge.schedule import next_news_step
 from diloco_node.errors import LearnerError, StorageError
 from diloco_node.learner.contribution_area import area_sizes
 from diloco_node.learner.daemon_link import LearnerLink, check_memory
-from diloco_node.learner.fragment_settings import ENCODER_VARIABLE, FragmentSettings
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.leaving import mark_of_earlier, note_end, remember
-from diloco_node.learner.local_fragments import Answer, LearnerFragments
+from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments
 from diloco_node.learner.process_signals import TerminateFlag
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.ranks import NO_ORDERS, Orders, Ranks
@@ -59,6 +58,9 @@ from diloco_node.wire.learner_link import (
 )
 
 log = logging.getLogger("diloco_node.learner")
+
+ENCODER_VARIABLE: Final = "DILOCO_ENCODER"
+"""`[learner] encode`, as `diloco-node start` tells it."""
 
 WAIT_SLICE_S: Final = 0.2
 NOTE_EVERY_S: Final = 10.0

@@ -17,7 +17,7 @@ snapshot of the fragment replaces it. Asked again for the same version and base 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -26,12 +26,11 @@ from torch import Tensor
 
 from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_plan, position_after
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.types import NO_STEPS, CarryMode, Contribution, FragmentPosition
+from diloco_node.core.types import NO_STEPS, CarryMode, Codec, Contribution, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
 from diloco_node.learner.contribution_area import ContributionArea
-from diloco_node.learner.fragment_settings import FragmentSettings
 from diloco_node.learner.late_looks import LateLook
-from diloco_node.learner.layouts.device import DeviceLane, Room, encodes_there, has_streams
+from diloco_node.learner.layouts.device import DeviceLane, Encoder, Room, encodes_there, has_streams
 from diloco_node.learner.layouts.page_locked import page_locked
 from diloco_node.learner.layouts.shard_map import ShardMap, join
 from diloco_node.learner.layouts.slab_values import host_values
@@ -56,6 +55,18 @@ from diloco_node.wire.learner_link import (
 )
 
 Answer = SnapshotReady | SnapshotDenied | OfferApplied
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentSettings:
+    """Facts that the Welcome of the daemon fixes, by its names, and which processor encodes."""
+
+    region: str
+    incarnation: int
+    codec_up: Codec
+    carry: CarryMode
+    carry_steps_limit: int
+    encode: Encoder = "host"
 
 
 class LearnerFragments:

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from torch import Tensor
 from diloco_node.codec.blocks import FIRST_VALUE, FragmentBlocks
 from diloco_node.core.types import BLOCK_VALUES, Codec
 from diloco_node.errors import LearnerError
-from diloco_node.learner.fragment_settings import Encoder
 from diloco_node.learner.layouts.block_rows import (
     LEVELS,
     EncodedRows,
@@ -50,6 +49,8 @@ ROOMS: Final = 2
 """For each direction. More are made for a while where more fragments are asked for at once."""
 
 WITHOUT_STREAMS: Final = ("cpu", "mps", "meta")
+
+Encoder = Literal["host", "device"]
 
 log = logging.getLogger("diloco_node.learner")
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from diloco_node.learner.fragment_settings import Encoder
+from diloco_node.learner.layouts.device import Encoder
 from diloco_node.learner.local_fragments import LearnerFragments
 
 LANE: Final = "diloco_node.learner.layouts.device"
