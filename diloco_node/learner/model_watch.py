@@ -127,15 +127,11 @@ class ModelWatch:
         self._own_tensors = {*tensors.present().values(), *tensors.names, *tensors.strangers}
         # What is on its way from a device.
         self._looks = LateLooks()
-        # Values that are not as `attach` wrote them, by tensor.
-        self._differing: list[Tensor] = []
         # Greatest change of the tensors of an optimizer since it stepped last that is not on its way to the host; what
         # names a tensor, which waits for a device; and whether it may have been put back.
         self._change: tuple[Tensor, Callable[[], str], bool] | None = None
         # Looks at counted writes of others.
         self._writes_seen = 0
-        # States that move, by names of parameter and state: how much each is like its parameter.
-        self._likeness: dict[tuple[str, str], Tensor] = {}
         self._handles = (
             optimizer_hooks.register_optimizer_step_pre_hook(self._before_step),
             optimizer_hooks.register_optimizer_step_post_hook(self._after_step),
@@ -353,11 +349,11 @@ class ModelWatch:
         samples, self._written = self._written, []
         pairs = [(sample_of(tensor), sample) for tensor, sample in zip(self._weights, samples, strict=True)]
         counts = [(new != old).sum() * ~(torch.dist(new, old) <= NOISE * old.norm()) for new, old in pairs]
-        self._differing = [
+        differing = [
             n * ~(is_constrained if tensor in self._renormed else is_clamped)(sample, value)
             for tensor, n, (value, sample) in zip(self._weights, counts, pairs, strict=True)
         ]
-        count = stack(self._differing).sum()
+        count = stack(differing).sum()
         if not is_trained:
             names = [*self._weights.values()]
             write_counts = [n * (tensor not in self._renormed) for tensor, n in zip(self._weights, counts, strict=True)]
@@ -368,15 +364,16 @@ class ModelWatch:
             distance = stack((value - sample).square().sum() for value, sample in pairs).sum()
             length = stack(sample.square().sum() for _, sample in pairs).sum()
             count = count * (distance > FAR_AT_FIRST**2 * length)
-        self._looks.note(count, 0.0, self._judge_values)
+        self._looks.note(count, 0.0, partial(self._judge_values, differing))
         self._hear()
 
-    def _judge_values(self, count: float) -> None:
+    def _judge_values(self, differing: list[Tensor], count: float) -> None:
+        """Say that values are not as `attach` wrote them. differing: how many, by tensor."""
         if not count:
             return
-        names = [name for name, count in zip(self._weights.values(), self._differing, strict=True) if int(count)]
+        names = [name for name, number in zip(self._weights.values(), differing, strict=True) if int(number)]
         raise LearnerError(
-            f"{len(names)} of {len(self._differing)} tensors are not as attach() wrote them, such as {names[0]!r}: "
+            f"{len(names)} of {len(differing)} tensors are not as attach() wrote them, such as {names[0]!r}: "
             "weights were loaded or drawn anew before the first step, and would be merged as if they had been trained. "
             f"{REMEDY}. What forward passes write, such as a codebook, is a buffer for attach(buffers=)"
         )
@@ -477,10 +474,10 @@ class ModelWatch:
         return ""
 
     def _look_at_states(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
-        self._likeness = record.likenesses(optimizer, self._names)
-        if self._likeness:
-            greatest = stack(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max()
-            self._looks.note(greatest, COPY_LIKENESS, partial(self._judge_likeness, self._likeness))
+        likeness = record.likenesses(optimizer, self._names)
+        if likeness:
+            greatest = stack(likeness.values()).nan_to_num(0.0, 0.0, 0.0).max()
+            self._looks.note(greatest, COPY_LIKENESS, partial(self._judge_likeness, likeness))
 
     def _judge_likeness(self, likeness: dict[tuple[str, str], Tensor], greatest: float) -> None:
         if greatest > COPY_LIKENESS:
