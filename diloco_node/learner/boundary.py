@@ -24,9 +24,17 @@ from diloco_node.learner.leaving import EndWish, undo_late_step
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.pauses import announce_pause
 from diloco_node.learner.process_signals import TerminateFlag
-from diloco_node.learner.ranks import NO_ORDERS, Boundary, Orders, Ranks
+from diloco_node.learner.ranks import Boundary, Orders, Ranks
 from diloco_node.learner.region_shards import HERE
-from diloco_node.wire.learner_link import InitialState, Leaving
+from diloco_node.wire.learner_link import (
+    InitialState,
+    Leaving,
+    SettingsChanged,
+    ShardsGiven,
+    SnapshotRequested,
+    VersionOffered,
+    Welcome,
+)
 
 COMING_WAIT_S: Final = 0.002
 """Between two boundaries without a step, while a version is on its way to other ranks."""
@@ -102,7 +110,7 @@ class StepBoundaries:
         if warning := fragments.revert.take_warning():
             self.warn(warning)
         with session.boundary() if session is not None else contextlib.nullcontext():
-            orders = session.orders() if session is not None and boundary.has_orders else NO_ORDERS
+            orders = session.orders() if session is not None and boundary.has_orders else ()
             if boundary.has_orders:
                 orders = self.ranks.share_orders(orders)
             if look is not None:
@@ -191,20 +199,20 @@ class StepBoundaries:
         """Do it; returns what to tell the daemon."""
         fragments, session = self.fragments, self.session
         answers: list[Answer] = []
-        if orders.deal is not None:
-            HERE.follow(orders.deal)
-        if orders.carry_steps_limit:
-            fragments.settings = replace(fragments.settings, carry_steps_limit=orders.carry_steps_limit)
-        if orders.wants_initial_state:
-            fragments.write_initial_state()
-            if session is not None:
-                session.link.send(InitialState())
-        for offer in orders.offers:
-            fragments.take(offer)
-        for request in orders.requests:
-            answer = fragments.snapshot(request)
-            if answer is not None:
-                answers.append(answer)
+        for order in orders:
+            match order:
+                case ShardsGiven():
+                    HERE.follow(order)
+                case Welcome() | SettingsChanged():
+                    fragments.settings = replace(fragments.settings, carry_steps_limit=order.carry_steps_limit)
+                case VersionOffered():
+                    fragments.take(order)
+                case SnapshotRequested() if answer := fragments.snapshot(order):
+                    answers.append(answer)
+            if isinstance(order, Welcome) and order.wants_initial_state and not fragments.is_placed:
+                fragments.write_initial_state()
+                if session is not None:
+                    session.link.send(InitialState())
         # One rank alone, on a CPU, has what it is offered; others say so at a later boundary.
         for index in boundary.arrived if self.ranks.size > 1 else fragments.arrived():
             answers.append(fragments.finish(index))

@@ -26,7 +26,7 @@ from diloco_node.learner.leaving import mark_of_earlier, note_end, remember
 from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments
 from diloco_node.learner.process_signals import TerminateFlag
 from diloco_node.learner.rank_exchange import RankExchange
-from diloco_node.learner.ranks import NO_ORDERS, Orders, Ranks
+from diloco_node.learner.ranks import Orders, Ranks
 from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.run_clock import RunClock, StepTimer
 from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, PLACE_BYTES, PlaceMark, area_inode, request_area
@@ -114,8 +114,8 @@ class LearnerSession:
         # Both from the first Welcome on, for the life of the process.
         self._fragments: LearnerFragments | None = None
         self._counter: TrainedCounter | None = None
-        # Other shards and settings, and a wish for Theta_0, until a boundary takes them.
-        self._news = NO_ORDERS
+        # Other shards and settings, and a Welcome with a wish for Theta_0, until a boundary takes them.
+        self._news: list[ToLearner] = []
         # Fragments whose offer this daemon has made and not been answered; an older daemon's are forgotten.
         self._offered: set[int] = set()
         # Set by the encoder's thread: parameters are not finite, and the next boundary raises.
@@ -164,7 +164,7 @@ class LearnerSession:
         Raises LearnerError: the daemon refuses this learner.
         """
         if not self.link.may_have_commands:
-            return self._news != NO_ORDERS
+            return bool(self._news)
         with self.link.lock:
             requests = []
             for command in list(self.link.commands()):
@@ -173,12 +173,12 @@ class LearnerSession:
                 else:
                     self._take_news(command)
             self.link.put_back(*requests)
-        return bool(requests) or self._news != NO_ORDERS
+        return bool(requests or self._news)
 
     def _make_attach(self) -> Attach:
         """In the link's thread, with its lock held."""
-        # A wish of the daemon before: the new one's parameters may lie there.
-        self._news = replace(self._news, wants_initial_state=False)
+        # The wish of the daemon before is void: the new one's parameters may lie there.
+        self._news = [news for news in self._news if not isinstance(news, Welcome)]
         fragments, welcome = self._fragments, self.welcome
         if fragments is not None:
             fragments.finish_reading()
@@ -209,15 +209,12 @@ class LearnerSession:
                 f"the new daemon's run is {_identity(welcome)}, this learner's is {_identity(self.welcome)}: "
                 "restart the learner"
             )
-        else:
-            self._news = replace(self._news, carry_steps_limit=welcome.carry_steps_limit)
         self.welcome = welcome
         if self._end_wanted is not None:
             self.link.send(self._end_wanted)
         # Offers of the daemon before are none of this one's.
         self._offered.clear()
-        wants_initial_state = welcome.wants_initial_state and not self.fragments.is_placed
-        self._news = replace(self._news, wants_initial_state=wants_initial_state)
+        self._news.append(welcome)
 
     def _build(self, welcome: Welcome) -> LearnerFragments:
         manifest = manifest_of(self._specs, welcome)
@@ -312,33 +309,27 @@ class LearnerSession:
         """Return the daemon's orders, within `boundary`: at most one for a fragment. An order that can't be carried
         out yet waits, and so do those behind it. Raises LearnerError: the daemon refuses this learner.
         """
-        requests: dict[int, SnapshotRequested] = {}
-        offers: dict[int, VersionOffered] = {}
+        orders: dict[int, SnapshotRequested | VersionOffered] = {}
         waiting: set[int] = set()
         later: list[ToLearner] = []
         for command in list(self.link.commands()):
             if not isinstance(command, SnapshotRequested | VersionOffered):
                 self._take_news(command)
                 continue
-            index = command.fragment
-            is_offer = isinstance(command, VersionOffered)
-            is_early = is_offer and self.fragments.is_busy(index)
-            is_early = is_early or not self.fragments.has_room(command, ahead=len(offers if is_offer else requests))
-            if is_early or index in waiting or index in requests or index in offers or index in self.fragments.incoming:
+            index, is_offer = command.fragment, isinstance(command, VersionOffered)
+            count = sum(isinstance(order, VersionOffered) is is_offer for order in orders.values())
+            is_early = (is_offer and self.fragments.is_busy(index)) or not self.fragments.has_room(command, ahead=count)
+            if is_early or index in waiting or index in orders or index in self.fragments.incoming:
                 waiting.add(index)
                 later.append(command)
-            elif isinstance(command, SnapshotRequested):
-                requests[index] = command
-            else:
-                offers[index] = command
+                continue
+            orders[index] = command
+            if is_offer:
                 self._offered.add(index)
         self.link.put_back(*later)
-        news, self._news = self._news, NO_ORDERS
-        return replace(
-            news,
-            requests=tuple(requests[index] for index in sorted(requests)),
-            offers=tuple(offers[index] for index in sorted(offers)),
-        )
+        news, self._news = self._news, []
+        offers_first = sorted(orders.values(), key=lambda order: (isinstance(order, SnapshotRequested), order.fragment))
+        return (*news, *offers_first)
 
     def _take_news(self, command: ToLearner) -> None:
         match command:
@@ -347,10 +338,10 @@ class LearnerSession:
             case Stop():
                 self.stop_reason, self.final_versions = command.reason, command.versions
             case ShardsGiven():
-                self._news = replace(self._news, deal=HERE.recall(command))
+                self._news.append(HERE.recall(command))
             case SettingsChanged() if self.welcome is not None:
                 self.welcome = replace(self.welcome, sync_every=command.sync_every)
-                self._news = replace(self._news, carry_steps_limit=command.carry_steps_limit)
+                self._news.append(command)
             case RunAdvanced():
                 self.run_clock.told(command.global_step, command.run_part)
                 self.hold_reason = command.reason

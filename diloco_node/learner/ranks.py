@@ -9,7 +9,6 @@ that no GPU is waited for. Nothing is pickled.
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,15 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco_node.errors import LearnerError
-from diloco_node.wire.learner_link import (
-    TO_LEARNER,
-    ShardsGiven,
-    SnapshotRequested,
-    ToLearner,
-    VersionOffered,
-    frame,
-    take_frames,
-)
+from diloco_node.wire.learner_link import TO_LEARNER, ToLearner, frame, take_frames
 
 PART_UNITS: Final = 1 << 32
 
@@ -42,28 +33,8 @@ WAITING: Final = b"?"
 PATIENCE: Final = timedelta(minutes=30)
 """For ranks in one step, at least: rank 0 may evaluate meanwhile. The connection of a rank that dies ends at once."""
 
-_ORDERS_HEAD: Final = struct.Struct("<?q")
-"""Orders that are no messages: `wants_initial_state`, `carry_steps_limit`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Orders:
-    """The daemon's orders for one boundary: at most one per fragment.
-
-    Attributes:
-        requests, offers: by fragment, ascending. wants_initial_state: Theta_0 of this learner.
-        deal: the shards of the data, where they are others than before.
-        carry_steps_limit: where it is another than before; else 0.
-    """
-
-    requests: tuple[SnapshotRequested, ...] = ()
-    offers: tuple[VersionOffered, ...] = ()
-    wants_initial_state: bool = False
-    deal: ShardsGiven | None = None
-    carry_steps_limit: int = 0
-
-
-NO_ORDERS: Final = Orders()
+Orders = tuple[ToLearner, ...]
+"""What all ranks carry out at one boundary, in this order; at most one request or offer for a fragment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,20 +181,8 @@ class Ranks:
         """Give rank 0's orders, of which all know that there are some, to every rank. Raises as `share_bytes`."""
         if self.size == 1:
             return orders
-        messages: list[ToLearner] = [*orders.requests, *orders.offers]
-        if orders.deal is not None:
-            messages.append(orders.deal)
-        frames = b"".join(frame(TO_LEARNER.encode(message)) for message in messages)
-        body = self.share_bytes(_ORDERS_HEAD.pack(orders.wants_initial_state, orders.carry_steps_limit) + frames)
-        wants_initial_state, carry_steps_limit = _ORDERS_HEAD.unpack_from(body)
-        shared = [TO_LEARNER.decode(frame_body) for frame_body in take_frames(bytearray(body[_ORDERS_HEAD.size :]))]
-        return Orders(
-            tuple(message for message in shared if isinstance(message, SnapshotRequested)),
-            tuple(message for message in shared if isinstance(message, VersionOffered)),
-            wants_initial_state,
-            next((message for message in shared if isinstance(message, ShardsGiven)), None),
-            carry_steps_limit,
-        )
+        body = self.share_bytes(b"".join(frame(TO_LEARNER.encode(order)) for order in orders))
+        return tuple(TO_LEARNER.decode(order) for order in take_frames(bytearray(body)))
 
     def meet(self, call: str) -> None:
         """Wait for all ranks to come to the same call, for a bounded time. Raises LearnerError: one does not come."""
