@@ -23,12 +23,13 @@ from diloco_node.learner.daemon_link import LearnerLink, check_memory
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.leaving import mark_of_earlier, note_end, remember
-from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments
+from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.process_signals import TerminateFlag
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.ranks import Orders, Ranks
 from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.run_clock import RunClock, StepTimer
+from diloco_node.learner.snapshots import FragmentSettings
 from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, PLACE_BYTES, PlaceMark, area_inode, request_area
 from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
 from diloco_node.wire.learner_link import (

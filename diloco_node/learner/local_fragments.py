@@ -17,8 +17,9 @@ snapshot of the fragment replaces it. Asked again for the same version and base 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import Final
 
 import numpy as np
 import torch
@@ -26,11 +27,11 @@ from torch import Tensor
 
 from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_plan, position_after
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.types import NO_STEPS, CarryMode, Codec, Contribution, FragmentPosition
+from diloco_node.core.types import NO_STEPS, CarryMode, Contribution, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
 from diloco_node.learner.contribution_area import ContributionArea
 from diloco_node.learner.late_looks import LateLook
-from diloco_node.learner.layouts.device import DeviceLane, Encoder, Room, encodes_there, has_streams
+from diloco_node.learner.layouts.device import DeviceLane, Room, encodes_there, has_streams
 from diloco_node.learner.layouts.page_locked import page_locked
 from diloco_node.learner.layouts.shard_map import ShardMap, join
 from diloco_node.learner.layouts.slab_values import host_values
@@ -39,7 +40,7 @@ from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.replica_check import ReplicaCheck
 from diloco_node.learner.revert import RevertCheck
-from diloco_node.learner.snapshots import ComingVersion, HeldSnapshot, SnapshotRooms
+from diloco_node.learner.snapshots import ComingVersion, FragmentSettings, HeldSnapshot
 from diloco_node.learner.worker import BackgroundWorker
 from diloco_node.numeric import F32, U8
 from diloco_node.wire.learner_link import (
@@ -54,19 +55,11 @@ from diloco_node.wire.learner_link import (
     version_slots,
 )
 
+SPARE_ROOMS: Final = 2
+"""Kept for the next snapshots: as many rounds are in flight by default. When more were, as after ballots that failed,
+the memory of the others is given back."""
+
 Answer = SnapshotReady | SnapshotDenied | OfferApplied
-
-
-@dataclass(frozen=True, slots=True)
-class FragmentSettings:
-    """Facts that the Welcome of the daemon fixes, by its names, and which processor encodes."""
-
-    region: str
-    incarnation: int
-    codec_up: Codec
-    carry: CarryMode
-    carry_steps_limit: int
-    encode: Encoder = "host"
 
 
 class LearnerFragments:
@@ -139,7 +132,8 @@ class LearnerFragments:
         self._base = [place[:size] for place, size in zip(self._area, sizes, strict=False)]
         if not self._is_base_shared:
             self._base = list(torch.split((page_locked if self._is_encoded_there else host_values)(sum(sizes)), sizes))
-        self._rooms = SnapshotRooms(max(sizes))
+        # Memory for snapshots, each as large as the largest: what has been touched before is copied into faster.
+        self._rooms = [host_values(max(sizes)) for _ in range(SPARE_ROOMS)]
         # Per fragment all that this rank applies: what it owns, then what it follows.
         self._resident = list(map(join, self._owned, self._followed))
         is_on_device = any(map(has_streams, tensors.devices))
@@ -244,7 +238,7 @@ class LearnerFragments:
         if previous is not None:
             self._resolve(previous)
         local = self._owned[request.fragment]
-        buffer = self._rooms.take()
+        buffer = self._rooms.pop() if self._rooms else host_values(max(local.size for local in self._owned))
         values = buffer[: local.size]
         fetch = None if self._lane is None else self._lane.pack(local, values, is_kept=self._is_encoded_there)
         if fetch is None:
@@ -481,8 +475,8 @@ class LearnerFragments:
     def _resolve(self, snapshot: HeldSnapshot) -> None:
         del self._snapshots[snapshot.contribution.fragment]
         # While the encoder still reads the values, they are left to the garbage collector.
-        if snapshot.encoded.is_set():
-            self._rooms.give_back(snapshot.buffer)
+        if snapshot.encoded.is_set() and len(self._rooms) < SPARE_ROOMS:
+            self._rooms.append(snapshot.buffer)
 
     def close(self) -> None:
         """Stop the worker and let go of the shared memory."""

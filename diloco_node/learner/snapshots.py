@@ -1,4 +1,4 @@
-"""Snapshots of one fragment, and versions on their way: what is known of each, and the memory that they lie in."""
+"""Snapshots of one fragment, and versions on their way: what is known of each, and of all."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import math
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final
 
 from torch import Tensor
 
-from diloco_node.core.types import Contribution
+from diloco_node.core.types import CarryMode, Codec, Contribution
 from diloco_node.learner.late_looks import LateLook
-from diloco_node.learner.layouts.device import Room
-from diloco_node.learner.layouts.slab_values import host_values
+from diloco_node.learner.layouts.device import Encoder, Room
 from diloco_node.wire.learner_link import SnapshotDenied, SnapshotReady, VersionOffered
 
-SPARE_ROOMS: Final = 2
-"""Kept for the next snapshots: as many rounds are in flight by default. When more were, as after ballots that failed,
-the memory of the others is given back."""
+
+@dataclass(frozen=True, slots=True)
+class FragmentSettings:
+    """Facts that the Welcome of the daemon fixes, by its names, and which processor encodes."""
+
+    region: str
+    incarnation: int
+    codec_up: Codec
+    carry: CarryMode
+    carry_steps_limit: int
+    encode: Encoder = "host"
 
 
 @dataclass(slots=True)
@@ -77,23 +83,3 @@ class ComingVersion:
     anchor_followed: Tensor | None = None
     room: Room | None = None
     arrived: threading.Event = field(default_factory=threading.Event)
-
-
-class SnapshotRooms:
-    """Memory for snapshots: what has been touched before is given out again, for copying into it is fast."""
-
-    def __init__(self, largest: int) -> None:
-        self._largest = largest
-        self._free = [host_values(largest) for _ in range(SPARE_ROOMS)]
-
-    def __len__(self) -> int:
-        return len(self._free)
-
-    def take(self) -> Tensor:
-        """Shape (largest,), float32, CPU; what is in it is of no use."""
-        return self._free.pop() if self._free else host_values(self._largest)
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Nobody reads it any more."""
-        if len(self._free) < SPARE_ROOMS:
-            self._free.append(buffer)

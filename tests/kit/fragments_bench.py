@@ -16,7 +16,8 @@ from diloco_node.core.types import CarryMode, Codec
 from diloco_node.learner.contribution_area import area_sizes
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments
+from diloco_node.learner.local_fragments import Answer, LearnerFragments
+from diloco_node.learner.snapshots import FragmentSettings
 from diloco_node.wire.learner_link import (
     NO_SLOT,
     OfferApplied,
