@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from diloco_node.errors import LearnerError
@@ -313,5 +312,5 @@ def _seen(path: Path) -> Checkpoint | None:
     """A file of another rank, where this host has it. Its own reader has already named damage."""
     try:
         return read_checkpoint(path)
-    except (OSError, LearnerError, SafetensorError):
+    except (OSError, LearnerError):
         return None
