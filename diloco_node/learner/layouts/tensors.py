@@ -28,7 +28,7 @@ from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.names import buffers_of, by_plain_name, names_of, plain_name, replicas_in, unwrap
 from diloco_node.learner.layouts.shard_map import Box, LocalFragment, Slab, whole_box
-from diloco_node.learner.layouts.slab_values import carry, cut, first_values, host_copy, host_values, joined
+from diloco_node.learner.layouts.slab_values import carry, cut, first_values, host_copy, joined
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -336,7 +336,8 @@ class ModelTensors:
         only: the tensors that are wanted, by their names in the manifest.
         """
         wanted = [tensor for tensor in manifest.tensors if only is None or tensor.name in only]
-        values = {tensor.name: host_values(*tensor.shape) for tensor in wanted}
+        # Of torch's memory, for a script may resize what it is given.
+        values = {spec.name: torch.empty(spec.shape, dtype=torch.float32, device="cpu") for spec in wanted}
         for fragment, vector in zip(manifest.fragments, vectors, strict=True):
             for piece in (piece for piece in fragment.pieces if piece.name in values):
                 span = vector[piece.offset : piece.offset + piece.size]
