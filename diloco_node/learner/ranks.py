@@ -34,7 +34,7 @@ PATIENCE: Final = timedelta(minutes=30)
 """For ranks in one step, at least: rank 0 may evaluate meanwhile. The connection of a rank that dies ends at once."""
 
 Orders = tuple[ToLearner, ...]
-"""What all ranks carry out at one boundary, in this order; at most one request or offer for a fragment."""
+"""Messages that all ranks carry out at one boundary, in this order; at most one request or offer for a fragment."""
 
 
 @dataclass(frozen=True, slots=True)
