@@ -84,10 +84,9 @@ class LearnerLink:
         self._make_attach = make_attach
         # Of the present daemon, oldest first; changed with `lock` held.
         self.waiting_commands: deque[ToLearner] = deque()
-        # The training and the encoder's thread append, the link's thread takes.
-        self._outgoing: deque[ToDaemon] = deque()
-        # The newest report alone: an older one that was not sent is of no use.
-        self._report: deque[Report] = deque(maxlen=1)
+        # The training and the encoder's thread append, the link's thread takes, each with the lock for a moment.
+        self._outgoing: list[ToDaemon] = []
+        self._queue_lock = threading.RLock()
         # Why a daemon refused this learner for now, the last time.
         self._refusal = ""
         # Set once, by the link's thread, which then ends; the training thread raises it.
@@ -103,10 +102,13 @@ class LearnerLink:
         self._thread.start()
 
     def send(self, message: ToDaemon) -> None:
-        """Queue a message. Never blocks. Lost if the daemon dies: the next Attach says what matters."""
-        if isinstance(message, Report):
-            self._report.append(message)
-        else:
+        """Queue a message; they arrive in the order of the calls, and of reports in a row the newest alone.
+
+        Never blocks. Lost if the daemon dies: the next Attach says what matters.
+        """
+        with self._queue_lock:
+            if isinstance(message, Report) and self._outgoing and isinstance(self._outgoing[-1], Report):
+                self._outgoing.pop()  # an older one that was not sent is of no use
             self._outgoing.append(message)
         self._wake()
 
@@ -145,7 +147,7 @@ class LearnerLink:
 
     def has_outgoing(self) -> bool:
         """Whether something waits for the link to be sent."""
-        return bool(self._outgoing or self._report)
+        return bool(self._outgoing)
 
     def _wake(self) -> None:
         # A full pipe means that the thread is awake already.
@@ -177,7 +179,8 @@ class LearnerLink:
     def _converse(self, connection: socket.socket) -> None:
         with self.lock:
             self.waiting_commands.clear()
-            self._outgoing.clear()
+            with self._queue_lock:  # another daemon knows nothing of it; where the learner stands it hears all the same
+                self._outgoing = [message for message in self._outgoing if isinstance(message, Report)][-1:]
             attach = self._make_attach()
         connection.sendall(frame(TO_DAEMON.encode(attach)))
         buffer = bytearray()
@@ -219,13 +222,9 @@ class LearnerLink:
         raise LinkLost(message.reason)
 
     def _send_queued(self, connection: socket.socket) -> None:
-        if len(self._outgoing) > QUEUE_MAX:
+        with self._queue_lock:
+            messages, self._outgoing = self._outgoing, []
+        if len(messages) > QUEUE_MAX:
             raise LinkLost(f"the daemon has left {QUEUE_MAX} messages unread; attaching anew")
-        # A report is taken first and goes last: a daemon that sees step n has heard of all that was done before it.
-        reports = [self._report.pop()] if self._report else []
-        messages: list[ToDaemon] = []
-        while self._outgoing:
-            messages.append(self._outgoing.popleft())
-        messages += reports
         if messages:
             connection.sendall(b"".join(frame(TO_DAEMON.encode(message)) for message in messages))
