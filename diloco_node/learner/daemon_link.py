@@ -180,7 +180,8 @@ class LearnerLink:
         with self.lock:
             self.waiting_commands.clear()
             with self._queue_lock:  # another daemon knows nothing of it; where the learner stands it hears all the same
-                self._outgoing = [message for message in self._outgoing if isinstance(message, Report)][-1:]
+                reports: list[ToDaemon] = [message for message in self._outgoing if isinstance(message, Report)]
+                self._outgoing = reports[-1:]
             attach = self._make_attach()
         connection.sendall(frame(TO_DAEMON.encode(attach)))
         buffer = bytearray()
