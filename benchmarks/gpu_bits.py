@@ -18,7 +18,7 @@ from gpu_model import Size
 from torch import Tensor, nn
 
 import diloco_node
-from diloco_node.learner.fragment_settings import ENCODER_VARIABLE
+from diloco_node.learner.daemon_session import ENCODER_VARIABLE
 from diloco_node.wire.learner_link import NO_SNAPSHOT
 
 

@@ -1,13 +1,4 @@
-"""`diloco_node.attach`: makes any PyTorch training loop the learner of a region.
-
-::
-
-    with diloco_node.attach(model, optimizer) as diloco:          # finds the daemon by DILOCO_SOCKET
-        for batch in loader:                                      # of diloco.shards: `integrations.shards`
-            loss = train_step(batch)
-            diloco.step(tokens=batch.numel(), loss=loss)          # never waits for the network
-            if diloco.should_stop:
-                break
+"""`diloco_node.attach`: makes any PyTorch training loop the learner of a region (docs/training-loop.md).
 
 Without DILOCO_SOCKET it warns once and does nothing. With several ranks (torchrun) each calls it, after the model was
 sharded (docs/sharding.md): rank 0 talks to the daemon, and all take the same versions at the same boundary.
@@ -34,7 +25,7 @@ from diloco_node.learner.auto_step import AutoStep
 from diloco_node.learner.boundary import StepBoundaries
 from diloco_node.learner.checkpoint import Stateful, TrainingProgress
 from diloco_node.learner.checkpointing import Checkpointing
-from diloco_node.learner.daemon_session import LearnerSession, fragments_of, join
+from diloco_node.learner.daemon_session import LearnerSession, fragments_of, join, manifest_of
 from diloco_node.learner.first_parameters import FirstParameters
 from diloco_node.learner.frozen_tensors import frozen_listing
 from diloco_node.learner.layouts.module_group import ModuleGroup
@@ -125,8 +116,7 @@ def attach(
 class Diloco(LoopView):
     """A training loop's place in the run; made by `attach`, used as a context manager.
 
-    Attributes:
-        token_check: compares the tokens of `step` with those of a loader in `stateful`.
+    token_check: compares the tokens of `step` with those of a loader in `stateful`.
     """
 
     def __init__(
@@ -239,7 +229,7 @@ class Diloco(LoopView):
             session.timer.stepped(started_ns)
             session.run_clock.stepped()
             self._losses.offer(loss, grad_norm)
-            self._losses.check(session.run_clock.global_step, session.warn)
+            self._losses.check(session.run_clock.global_step, self._warn)
         assert self._boundaries is not None and self._watch is not None  # noqa: PT018 - no test
         with self._boundaries.whole():
             self.tokens += self._crossed(self._boundaries.cross_step(tokens, self._watch.check)).tokens
@@ -256,7 +246,7 @@ class Diloco(LoopView):
             asked = "the process" if self._terminate.is_set else "rank 0, or another,"
             self._stop_if(True, reason or f"{asked} was asked to stop")
             if reason and self._boundaries is not None:
-                self._saves.is_over = end_on_final(self._boundaries, self._warn)  # for what the block saves, too
+                self._saves.is_over = end_on_final(self._boundaries)  # for what the block saves, too
         if boundary.wants_checkpoint and boundary.is_idle and self._boundaries is not None:
             self._checkpoints.save(self._boundaries.progress(self.global_step))
         return boundary
@@ -382,7 +372,7 @@ class Diloco(LoopView):
             return self._fail(self._refusal or LearnerError("a step() did not come to its end"))
         try:
             foreign = self._watch.foreign_write() if self._watch is not None else ""
-            has_result = end_on_final(boundaries, self._warn, foreign)
+            has_result = end_on_final(boundaries, foreign)
             if is_leaving := boundaries.are_leaving(self.should_stop):
                 self._save(partial(self._checkpoints.begin, are_idle=boundaries.are_idle()))  # written meanwhile
                 if session is not None:
@@ -395,7 +385,7 @@ class Diloco(LoopView):
             if is_leaving:
                 boundaries.tell_written()
                 was_over = self.should_stop and not self.is_interrupted
-                self.is_interrupted = not is_at_end(boundaries, self._warn, was_over, has_result)
+                self.is_interrupted = not is_at_end(boundaries, was_over, has_result)
             elif session is not None:
                 if foreign and not has_result:
                     self._warn(foreign)
@@ -474,7 +464,8 @@ class Diloco(LoopView):
                 self._warn(text)
         else:
             HERE.begin(welcome, is_first=False)
-            self._fragments = fragments_of(welcome, self._tensors, specs, shards=shards, ranks=self._ranks)
+            manifest = manifest_of(specs, welcome)
+            self._fragments = fragments_of(welcome, self._tensors, manifest, shards=shards, ranks=self._ranks)
         progress = self._checkpoints.resume(
             Path(welcome.state_dir), welcome.manifest_digest, self._ranks, tensors=self._tensors, shards=shards
         )
@@ -482,9 +473,9 @@ class Diloco(LoopView):
         # The run may be further than this region's learner was when it died, or its daemon may not know yet how far.
         self.global_step = max(self.global_step, progress.global_step)
         if self._session is not None:
-            self._session.resumed(self.global_step)
+            self._session.run_clock.resume(self.global_step)
         self._boundaries = StepBoundaries(
-            self._ranks, self._fragments, self._session, self._checkpoints, self._terminate, self._wish
+            self._ranks, self._fragments, self._session, self._checkpoints, self._terminate, self._wish, self._warn
         )
         self._crossed(self._boundaries.place())
         if text := first.difference(self._fragments.positions):

@@ -18,12 +18,7 @@ from diloco_node.learner.several_optimizers import SeveralOptimizers, inner_of
 class AutoStep:
     """Step boundaries at the optimizer's own steps. Steps that a gradient scaler skips are none.
 
-    Args:
-        model: its calls are counted. optimizer: its steps count; one that is wrapped (Accelerate) counts below.
-
-    Attributes:
-        optimizer: the one below wrappers.
-        is_stepping: the optimizer has just made a step, and it is being told.
+    optimizer: the one below wrappers. is_stepping: it has just made a step, and that is being told.
 
     Raises LearnerError: there is no optimizer, or there are several.
     """
@@ -43,10 +38,7 @@ class AutoStep:
         self._tell: Callable[[int, Tensor | None], None] | None = None
 
     def begin(self, tell: Callable[[int, Tensor | None], None], refuse: Callable[[LearnerError], None]) -> None:
-        """From now on call `tell` after each step, with its tokens and the loss that the model returned.
-
-        refuse: hears of a step that can't be told, which its script may catch.
-        """
+        """Call `tell` after each step, with its tokens and the model's loss; `refuse` if a step can't be told."""
         self._watch.take()
         self._tell, self._refuse = tell, refuse
         # A compiled step would have the hook in its graph, and the whole of a boundary. An optimizer has loaded dynamo.

@@ -24,9 +24,17 @@ from diloco_node.learner.leaving import EndWish, undo_late_step
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.pauses import announce_pause
 from diloco_node.learner.process_signals import TerminateFlag
-from diloco_node.learner.ranks import NO_ORDERS, Boundary, Orders, Ranks
+from diloco_node.learner.ranks import Boundary, Orders, Ranks
 from diloco_node.learner.region_shards import HERE
-from diloco_node.wire.learner_link import InitialState, Leaving
+from diloco_node.wire.learner_link import (
+    InitialState,
+    Leaving,
+    SettingsChanged,
+    ShardsGiven,
+    SnapshotRequested,
+    VersionOffered,
+    Welcome,
+)
 
 COMING_WAIT_S: Final = 0.002
 """Between two boundaries without a step, while a version is on its way to other ranks."""
@@ -52,12 +60,10 @@ log = logging.getLogger("diloco_node.learner")
 
 @dataclass(frozen=True, slots=True)
 class StepBoundaries:
-    """The parts that one rank needs at each boundary.
+    """The parts that one rank needs at each boundary; rank 0 alone has a session.
 
     Attributes:
-        session: with the daemon, on rank 0. terminate: whether this process was asked to stop.
-        wish: of this rank's script, for the end of the run. is_crossing: set from where a step's boundary begins to its
-            end, and for ever where it had none.
+        is_crossing: set from where a step's boundary begins to its end, and for ever where it had none.
     """
 
     ranks: Ranks
@@ -65,7 +71,8 @@ class StepBoundaries:
     session: LearnerSession | None
     checkpoints: Checkpointing
     terminate: TerminateFlag
-    wish: EndWish = field(default_factory=EndWish)
+    wish: EndWish
+    warn: Callable[[str], None]
     is_crossing: threading.Event = field(default_factory=threading.Event)
 
     @contextlib.contextmanager
@@ -97,12 +104,13 @@ class StepBoundaries:
         if boundary.wants_end:
             self.wish.pass_on(self.ranks, session)
         if look is not None:
-            look(boundary.has_orders or fragments.arriving)
+            look(boundary.has_orders or bool(fragments.incoming))
             fragments.replicas.check(fragments.step + 1, self.ranks.greatest)
         fragments.revert.verify()
-        self._tell(fragments.revert.take_warning())
+        if warning := fragments.revert.take_warning():
+            self.warn(warning)
         with session.boundary() if session is not None else contextlib.nullcontext():
-            orders = session.orders() if session is not None and boundary.has_orders else NO_ORDERS
+            orders = session.orders() if session is not None and boundary.has_orders else ()
             if boundary.has_orders:
                 orders = self.ranks.share_orders(orders)
             if look is not None:
@@ -122,10 +130,7 @@ class StepBoundaries:
         return boundary
 
     def cross_step(self, tokens: int, look: Look) -> Boundary:
-        """Cross the boundary of a step, and wait there as long as further steps are of no use.
-
-        Raises LearnerError: as `cross`.
-        """
+        """Cross the boundary of a step, and wait there as long as further steps are of no use. Raises as `cross`."""
         own, is_late = HERE.own, self.wish.has_result
         boundary = last = self.cross(tokens, look)
         if HERE.own is not own and not boundary.is_stopping and self._is_without_data():
@@ -139,24 +144,15 @@ class StepBoundaries:
                     self._wait(WAIT_SLICE_S)
                     last = self.cross(0)
         if is_late:
-            self._tell(undo_late_step(self))
+            undo_late_step(self)
         return boundary if last is boundary else replace(last, tokens=boundary.tokens)
-
-    def _tell(self, warning: str) -> None:
-        if warning:
-            log.warning("%s", warning)
-            if self.session is not None:
-                self.session.warn(warning)
 
     def are_asked_to_stop(self) -> bool:
         """Whether some rank's process was asked to stop, maybe since its last step. All ranks call it."""
         return any(self.ranks.all_bytes(b"1" if self.terminate.is_asked() else b""))
 
     def are_leaving(self, is_stopping: bool) -> bool:
-        """Whether the ranks stop, and can meet: on `is_stopping`, or since some process was asked to. All call it.
-
-        Such a process has not stopped for good: the next one goes on.
-        """
+        """Whether the ranks stop, for good or because some process was asked to, and can meet. All call it."""
         return self.ranks.can_meet and (is_stopping or self.are_asked_to_stop())
 
     def are_idle(self) -> bool:
@@ -200,33 +196,30 @@ class StepBoundaries:
         )
 
     def _carry_out(self, boundary: Boundary, orders: Orders) -> list[Answer]:
-        """Returns what to tell the daemon."""
+        """Do it; returns what to tell the daemon."""
         fragments, session = self.fragments, self.session
         answers: list[Answer] = []
-        if orders.deal is not None:
-            HERE.follow(orders.deal)
-        if orders.carry_steps_limit:
-            fragments.settings = replace(fragments.settings, carry_steps_limit=orders.carry_steps_limit)
-        if orders.wants_initial_state:
-            fragments.write_initial_state()
-            if session is not None:
-                session.link.send(InitialState())
-        for offer in orders.offers:
-            fragments.take(offer)
-        for request in orders.requests:
-            answer = fragments.snapshot(request)
-            if answer is not None:
-                answers.append(answer)
+        for order in orders:
+            match order:
+                case ShardsGiven():
+                    HERE.follow(order)
+                case Welcome() | SettingsChanged():
+                    fragments.settings = replace(fragments.settings, carry_steps_limit=order.carry_steps_limit)
+                case VersionOffered():
+                    fragments.take(order)
+                case SnapshotRequested() if answer := fragments.snapshot(order):
+                    answers.append(answer)
+            if isinstance(order, Welcome) and order.wants_initial_state and not fragments.is_placed:
+                fragments.write_initial_state()
+                if session is not None:
+                    session.link.send(InitialState())
         # One rank alone, on a CPU, has what it is offered; others say so at a later boundary.
         for index in boundary.arrived if self.ranks.size > 1 else fragments.arrived():
             answers.append(fragments.finish(index))
         return answers
 
     def place(self) -> Boundary:
-        """Boundaries until every fragment has a version, and its loader rows, or somebody was asked to stop.
-
-        Returns the last one.
-        """
+        """Boundaries until all fragments have a version, and the loader rows, or some rank stops; return the last."""
         noted_s = time.monotonic()
         while True:
             boundary = self.cross(0)
@@ -249,9 +242,7 @@ class StepBoundaries:
     ) -> Iterator[Boundary]:
         """Boundaries for some time, by rank 0's clock, or `until` it says so there. All ranks are in it.
 
-        is_in_step: a step is whole only with these.
-
-        Raises LearnerError: other ranks are not, or the step before is not whole.
+        is_in_step: a step is whole only with these. Raises LearnerError: ranks are missing, or the step before is torn.
         """
         self.ranks.meet("settle()")
         deadline_s = time.monotonic() + seconds
@@ -265,12 +256,7 @@ class StepBoundaries:
             self._wait(min(SETTLE_SLICE_S, max(0.0, left_s)))
 
     def leave(self, deadline_s: float) -> Iterator[Boundary]:
-        """Boundaries until a merge includes every step, or time or daemon is gone, by rank 0's clock.
-
-        All ranks call it.
-
-        deadline_s: monotonic.
-        """
+        """Boundaries until a merge includes every step, or time or daemon is gone, by rank 0's clock. All call it."""
         session, notice_s, hope_s = self.session, -math.inf, time.monotonic()
         while True:
             now_s = time.monotonic()
@@ -293,5 +279,5 @@ class StepBoundaries:
     def _wait(self, at_most_s: float) -> None:
         """For an order, where no step is under way; less while a version is on its way, or orders wait for room."""
         if self.session is not None:
-            is_soon = self.fragments.arriving or self.session.link.waiting_commands
+            is_soon = self.fragments.incoming or self.session.link.waiting_commands
             self.session.link.wait(min(at_most_s, COMING_WAIT_S) if is_soon else at_most_s)

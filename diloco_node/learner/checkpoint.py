@@ -32,13 +32,13 @@ from torch import Tensor, nn
 
 from diloco_node.atomic_file import sync_folder
 from diloco_node.errors import LearnerError
+from diloco_node.learner.data_positions import check_workers
 from diloco_node.learner.generators import generator_states, restore_generators
 from diloco_node.learner.layouts.capture import relax_capture
 from diloco_node.learner.layouts.device import has_streams, record_event
 from diloco_node.learner.layouts.page_locked import page_locked
 from diloco_node.learner.layouts.tensors import is_sharded, local_part
 from diloco_node.learner.leaving import failure
-from diloco_node.learner.loader_workers import check_workers
 from diloco_node.learner.nested import flatten, unflatten
 from diloco_node.learner.optimizer_parts import Json, Kept, OptimizerParts
 from diloco_node.learner.schedules import lowers_rates, place_schedule
@@ -72,12 +72,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """Where the learner was.
-
-    Attributes:
-        manifest_digest: of the fragments; another one is another model, and the checkpoint is not for it.
-        incarnation: that wrote it. global_step: on the schedule. step, tokens: of that incarnation.
-    """
+    """Where the learner was. step, tokens: of that incarnation. Another manifest is another model."""
 
     manifest_digest: str
     incarnation: int
@@ -135,13 +130,7 @@ _NAME: Final = re.compile(r"learner-(\d{8,})-(\d{12,})(?:-(\d{5})-of-(\d{5}))?\.
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint in memory.
-
-    Attributes:
-        tensors: of the optimizer, the random generators, and `stateful`, CPU.
-        optimizer: what of the optimizer is no tensor (`Kept.document`). stateful: per name, what of it is no tensor.
-        generators: what of the random generators is no tensor (`learner.generators`).
-    """
+    """A checkpoint in memory: tensors, on the CPU, and what of optimizer, `stateful` and generators is none."""
 
     progress: TrainingProgress
     tensors: dict[str, Tensor]
@@ -162,10 +151,7 @@ class Checkpoint:
 
     @classmethod
     def from_parts(cls, document: str, tensors: dict[str, Tensor]) -> Checkpoint:
-        """From `document` and the tensors.
-
-        Raises LearnerError: another format. KeyError, TypeError, ValueError: not ours.
-        """
+        """From `document` and tensors. Raises LearnerError: another format. KeyError, TypeError, ValueError."""
         fields = json.loads(document)
         if fields["format"] != FORMAT:
             raise LearnerError(f"format {fields['format']}, expected {FORMAT}")
@@ -186,9 +172,8 @@ class Checkpoint:
     ) -> None:
         """Put it back.
 
-        Args:
-            rng: also the random generators; not on ranks other than the one that saved.
-            siblings: what other ranks have kept of the optimizer.
+        rng: also the random generators; not on ranks other than the one that saved.
+        siblings: what other ranks have kept of the optimizer.
 
         Raises LearnerError: the optimizer, or one of the stateful parts, is not what was saved.
         """
@@ -216,9 +201,7 @@ class Checkpoint:
 class CheckpointWriter:
     """Writes one rank's checkpoints into a folder, one at a time, in the background.
 
-    Args:
-        place: of the rank among its region's, as in the names of its files.
-        warn: tells people, from the thread, what no later checkpoint mends; once.
+    warn: tells people, from the thread, what no later checkpoint mends; once.
 
     Attributes:
         written: age of what was saved last, when it is on disk; None until then, and if it could not be written.
@@ -261,15 +244,12 @@ class CheckpointWriter:
         whole: tuple[int, int] | None = None,
         is_waiting: bool = False,
     ) -> bool:
-        """Copy everything now, write it later. Not while `is_busy`: the copies are reused. `whole`: see
-        `write_checkpoint`.
+        """Copy everything now, write it later. Not while `is_busy`: the copies are reused.
 
-        is_waiting: also for memory, which takes seconds where there is none yet.
+        whole: see `write_checkpoint`. is_waiting: also for memory, which takes seconds where there is none yet.
 
-        Returns: whether it was copied. If not, the memory for copies from a GPU is being made: ask again when not
-        `is_busy`.
-
-        Raises LearnerError: a state holds what can't be kept.
+        Returns whether it was copied. If not, the memory for copies from a GPU is being made: ask again when not
+        `is_busy`. Raises LearnerError: a state holds what can't be kept.
         """
         assert not self.is_busy
         begun_s = time.monotonic()
@@ -389,9 +369,7 @@ def write_checkpoint(
 
     So the disk never holds more than two, the one that is being written among them.
 
-    Args:
-        whole: age of the newest one that is known to have the files of all ranks: it stays. A single
-            rank may fail to write, time after time.
+    whole: age of the newest one of which all ranks have files: it stays. One rank may fail to write, time after time.
 
     Raises OSError, SafetensorError: the disk. LearnerError: the optimizer state is not finite; a restart from it would
     only diverge again.

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from diloco_node.errors import LearnerError
@@ -70,12 +69,7 @@ log = logging.getLogger("diloco_node.learner")
 class Checkpointing:
     """The checkpoints of one rank of a learner.
 
-    Args:
-        optimizer, stateful: what they hold; a gradient scaler that belongs to the optimizer, too.
-        every_s: seconds from one to the next, at most; 0 for none. warn: tells people what of the loop they don't hold.
-
-    Attributes:
-        optimizer, stateful: as given, with the scaler.
+    optimizer, stateful: what they hold; a gradient scaler that belongs to the optimizer, too. every_s: 0 for none.
     """
 
     def __init__(
@@ -102,9 +96,7 @@ class Checkpointing:
     def resume(
         self, state_dir: Path, manifest_digest: str, ranks: Ranks, *, tensors: ModelTensors, shards: ShardMap
     ) -> TrainingProgress:
-        """Optimizer and `stateful` from the region's last checkpoint, on every rank; parameters come from the run.
-
-        Returns: where it was written; NO_PROGRESS if there is none.
+        """Optimizer and `stateful` from the region's last checkpoint, on every rank, and where it was written.
 
         Raises LearnerError: the checkpoint does not fit this training script, or only some ranks want one.
         """
@@ -137,10 +129,7 @@ class Checkpointing:
     def _read(
         self, folder: Path, manifest_digest: str, ranks: Ranks, viewers: Mapping[FileName, int]
     ) -> Checkpoint | None:
-        """Begin with one checkpoint; None on all ranks if one of its files is of no use.
-
-        viewers: its files, by rank, and the lowest rank that sees each.
-        """
+        """Begin with the files of one checkpoint, by who reads each; None on all ranks if one is of no use."""
         checkpoints = {
             name: read_usable(folder / name.text, manifest_digest)
             for name, viewer in viewers.items()
@@ -269,10 +258,7 @@ class Checkpointing:
             self._loop_state.hold(tensors)
 
     def begin(self, progress: TrainingProgress, *, are_idle: bool) -> None:
-        """Save now, or at the next boundary by which all ranks have written the one before: files of one moment.
-
-        are_idle: whether all of them have.
-        """
+        """Save now if all ranks have written the one before, else at the boundary by which they have: of one moment."""
         self._saved_at_s = -math.inf
         if are_idle:
             self.save(progress)
@@ -326,5 +312,5 @@ def _seen(path: Path) -> Checkpoint | None:
     """A file of another rank, where this host has it. Its own reader has already named damage."""
     try:
         return read_checkpoint(path)
-    except (OSError, LearnerError, SafetensorError):
+    except (OSError, LearnerError):
         return None

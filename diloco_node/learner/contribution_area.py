@@ -20,11 +20,7 @@ from diloco_node.wire.learner_link import version_slots
 class ContributionArea:
     """Encodes outer gradients into the area. Belongs to the encoder's thread.
 
-    Args:
-        area: shape (sum of encoded bytes,), uint8; None on ranks that encode nothing.
-
-    Attributes:
-        blocks: per fragment the layout of its contribution.
+    area: shape (sum of encoded bytes,), uint8; None on ranks that encode nothing. blocks: by fragment, its layout.
     """
 
     def __init__(self, manifest: Manifest, codec_up: Codec, area: U8 | None) -> None:
@@ -34,10 +30,7 @@ class ContributionArea:
         self._zeros = np.zeros(0, np.float32)
 
     def warm_up(self, *, is_gathered: bool) -> None:
-        """Load or compile the kernel now, not beside the first steps.
-
-        is_gathered: `encode_difference` will be called: it gets its zeros.
-        """
+        """Load or compile the kernel now, not beside the first steps. `is_gathered`: for `encode_difference`, too."""
         smallest = min(self.blocks, key=lambda blocks: blocks.values)
         zeros = np.zeros(smallest.values, np.float32)
         kernels.encode_delta(smallest, zeros, zeros, np.zeros(smallest.encoded_bytes, np.uint8))

@@ -70,9 +70,7 @@ def check_memory(path: Path, inode: int) -> None:
 class LearnerLink:
     """The thread that keeps the learner's conversation with its daemon.
 
-    Args:
-        path: the daemon's socket (DILOCO_SOCKET).
-        make_attach: builds the Attach; called in the link's thread, with `lock` held. Its LearnerError is final.
+    make_attach: builds the Attach; called in the link's thread, with `lock` held. Its LearnerError is final.
 
     Attributes:
         lock: held by the link while it starts a conversation, by the training thread while it carries out a command.
@@ -86,16 +84,9 @@ class LearnerLink:
         self._make_attach = make_attach
         # Of the present daemon, oldest first; changed with `lock` held.
         self.waiting_commands: deque[ToLearner] = deque()
-        # The training and the encoder's thread append, the link's thread takes.
-        self._outgoing: deque[ToDaemon] = deque()
-        # The newest report alone: an older one that was not sent is of no use.
-        self._report: Report | None = None
-        # Held while bytes are written, so that messages never mix.
-        self._write_lock = threading.Lock()
-        # The same connection for the training thread; another object, for one with a timeout waits before it sends.
-        self.direct: socket.socket | None = None
-        # The tail of a message that the training thread began: it goes first.
-        self._unsent = b""
+        # The training and the encoder's thread append, the link's thread takes, each with the lock for a moment.
+        self._outgoing: list[ToDaemon] = []
+        self._queue_lock = threading.RLock()
         # Why a daemon refused this learner for now, the last time.
         self._refusal = ""
         # Set once, by the link's thread, which then ends; the training thread raises it.
@@ -111,33 +102,15 @@ class LearnerLink:
         self._thread.start()
 
     def send(self, message: ToDaemon) -> None:
-        """Queue a message. Never blocks. Lost if the daemon dies: the next Attach says what matters."""
-        if isinstance(message, Report):
-            if self._send_now(frame(TO_DAEMON.encode(message))):
-                return
-            self._report = message
-        else:
+        """Queue a message; they arrive in the order of the calls, and of reports in a row the newest alone.
+
+        Never blocks. Lost if the daemon dies: the next Attach says what matters.
+        """
+        with self._queue_lock:
+            if isinstance(message, Report) and self._outgoing and isinstance(self._outgoing[-1], Report):
+                self._outgoing.pop()  # an older one that was not sent is of no use
             self._outgoing.append(message)
         self._wake()
-
-    def _send_now(self, data: bytes) -> bool:
-        """Write from the training thread if that takes no waiting.
-
-        Reports come with every step. Waking the link's thread for each would cost two thread switches and a fight for
-        the GIL, many times as much as the write.
-        """
-        if not self._write_lock.acquire(blocking=False):
-            return False
-        try:
-            if self.direct is None or self.has_outgoing():
-                return False
-            count = self.direct.send(data)
-            self._unsent = data[count:]
-            return not self._unsent or self._wake()
-        except OSError:
-            return False  # full, or lost: the link's thread finds out
-        finally:
-            self._write_lock.release()
 
     @property
     def may_have_commands(self) -> bool:
@@ -145,10 +118,7 @@ class LearnerLink:
         return bool(self.waiting_commands) or self._arrived.is_set() or self._failure is not None
 
     def commands(self) -> Iterator[ToLearner]:
-        """Return the daemon's commands since the last time, oldest first. Call with `lock` held.
-
-        Raises LearnerError: the daemon refused this process for good.
-        """
+        """Return the daemon's commands since the last time, with `lock` held. Raises LearnerError: refused for good."""
         self._arrived.clear()
         if self._failure is not None:
             raise self._failure
@@ -157,9 +127,7 @@ class LearnerLink:
             yield self.waiting_commands.popleft()
 
     def put_back(self, *commands: ToLearner) -> None:
-        """Keep commands for the next boundary, in this order, before those that have come meanwhile. Call with `lock`
-        held, once within the boundary that yielded them.
-        """
+        """Keep commands for the next boundary, before those that come. With `lock` held since they were yielded."""
         self.waiting_commands.extendleft(reversed(commands))
 
     def wait(self, timeout_s: float) -> bool:
@@ -179,19 +147,20 @@ class LearnerLink:
 
     def has_outgoing(self) -> bool:
         """Whether something waits for the link to be sent."""
-        return bool(self._outgoing) or self._report is not None or bool(self._unsent)
+        return bool(self._outgoing)
 
-    def _wake(self) -> bool:
+    def _wake(self) -> None:
         # A full pipe means that the thread is awake already.
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake_write.send(b"\0")
-        return True
 
     def _run(self) -> None:
         backoff = Backoff(REDIAL_MIN_S, REDIAL_MAX_S)
         while not self._is_closing.is_set():
             try:
-                with self._dial() as connection:
+                with socket.socket(socket.AF_UNIX) as connection:
+                    connection.settimeout(SEND_TIMEOUT_S)
+                    connection.connect(os.fspath(self._path))
                     self._converse(connection)
             except LearnerError as error:  # no daemon that comes can be this learner's
                 self._failure = error
@@ -201,34 +170,18 @@ class LearnerLink:
                     backoff.reset()
             except Exception as error:  # noqa: BLE001 - a thread's last word; the training thread raises it
                 self._failure = LearnerError(f"the link thread ended: {error!r}")
-            self._disconnect()
+            self.is_up = False
             if self._failure is not None:
                 self._arrived.set()
                 return
             self._is_closing.wait(backoff.next_s())
 
-    def _disconnect(self) -> None:
-        self.is_up = False
-        with self._write_lock:
-            if self.direct is not None:
-                self.direct.close()
-                self.direct = None
-            self._unsent = b""
-
-    def _dial(self) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            connection.settimeout(SEND_TIMEOUT_S)
-            connection.connect(os.fspath(self._path))
-        except OSError:
-            connection.close()
-            raise
-        return connection
-
     def _converse(self, connection: socket.socket) -> None:
         with self.lock:
             self.waiting_commands.clear()
-            self._outgoing.clear()
+            with self._queue_lock:  # another daemon knows nothing of it; where the learner stands it hears all the same
+                reports: list[ToDaemon] = [message for message in self._outgoing if isinstance(message, Report)]
+                self._outgoing = reports[-1:]
             attach = self._make_attach()
         connection.sendall(frame(TO_DAEMON.encode(attach)))
         buffer = bytearray()
@@ -270,22 +223,9 @@ class LearnerLink:
         raise LinkLost(message.reason)
 
     def _send_queued(self, connection: socket.socket) -> None:
-        if len(self._outgoing) > QUEUE_MAX:
+        with self._queue_lock:
+            messages, self._outgoing = self._outgoing, []
+        if len(messages) > QUEUE_MAX:
             raise LinkLost(f"the daemon has left {QUEUE_MAX} messages unread; attaching anew")
-        with self._write_lock:
-            self._write_queued(connection)
-            if self.direct is None:
-                self.direct = connection.dup()
-                self.direct.setblocking(False)
-
-    def _write_queued(self, connection: socket.socket) -> None:
-        bodies, self._unsent = [self._unsent], b""
-        while self._outgoing:
-            bodies.append(frame(TO_DAEMON.encode(self._outgoing.popleft())))
-        # The report last: a daemon that sees step n has heard of everything that was done at the boundaries before it.
-        report, self._report = self._report, None
-        if report is not None:
-            bodies.append(frame(TO_DAEMON.encode(report)))
-        data = b"".join(bodies)
-        if data:
-            connection.sendall(data)
+        if messages:
+            connection.sendall(b"".join(frame(TO_DAEMON.encode(message)) for message in messages))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -20,16 +20,16 @@ from diloco_node.core.merge.schedule import next_news_step
 from diloco_node.errors import LearnerError, StorageError
 from diloco_node.learner.contribution_area import area_sizes
 from diloco_node.learner.daemon_link import LearnerLink, check_memory
-from diloco_node.learner.fragment_settings import ENCODER_VARIABLE, FragmentSettings
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.leaving import mark_of_earlier, note_end, remember
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.process_signals import TerminateFlag
 from diloco_node.learner.rank_exchange import RankExchange
-from diloco_node.learner.ranks import NO_ORDERS, Orders, Ranks
+from diloco_node.learner.ranks import Orders, Ranks
 from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.run_clock import RunClock, StepTimer
+from diloco_node.learner.snapshots import FragmentSettings
 from diloco_node.shared_memory import COUNTERS_AREA, PLACE_AREA, PLACE_BYTES, PlaceMark, area_inode, request_area
 from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
 from diloco_node.wire.learner_link import (
@@ -60,6 +60,9 @@ from diloco_node.wire.learner_link import (
 
 log = logging.getLogger("diloco_node.learner")
 
+ENCODER_VARIABLE: Final = "DILOCO_ENCODER"
+"""`[learner] encode`, as `diloco-node start` tells it."""
+
 WAIT_SLICE_S: Final = 0.2
 NOTE_EVERY_S: Final = 10.0
 FLUSH_S: Final = 2.0
@@ -73,18 +76,13 @@ _INCLUDED_STEP: Final = attrgetter("included_step")
 class LearnerSession:
     """Rank 0's conversation with its daemon, for the training thread.
 
-    Args:
-        socket: the daemon's (DILOCO_SOCKET). memory: the supervisor's (DILOCO_SUPERVISOR).
-        tensors: the model's parameters on this rank. listing: of the frozen tensors of all. specs: those of all ranks.
-        shards: which rank holds what. ranks: this process's place among them.
+    memory: the supervisor's socket. listing: of the frozen tensors of all ranks. specs: of their parameters.
 
     Attributes:
         welcome: the daemon's answer; None before `join`.
         stop_reason: why the daemon wants the learner to stop; None while it does not.
         final_versions: of all fragments, once the run is over; else empty.
         hold_reason: why further steps are of no use now; empty: go on.
-        timer: of inner steps.
-        run_clock: where the run is on its schedule.
         place: as the supervisor and the daemon see it in shared memory.
     """
 
@@ -117,20 +115,16 @@ class LearnerSession:
         # Both from the first Welcome on, for the life of the process.
         self._fragments: LearnerFragments | None = None
         self._counter: TrainedCounter | None = None
-        # The daemon waits for Theta_0, and no boundary has written it yet.
-        self._wants_initial_state = False
-        self._news = NO_ORDERS  # other shards and settings, until a boundary takes them
+        # Other shards and settings, and a Welcome with a wish for Theta_0, until a boundary takes them.
+        self._news: list[ToLearner] = []
         # Fragments whose offer this daemon has made and not been answered; an older daemon's are forgotten.
         self._offered: set[int] = set()
         # Set by the encoder's thread: parameters are not finite, and the next boundary raises.
         self._denied: SnapshotDenied | None = None
         # The script's wish for the end of the run: every daemon is told.
         self._end_wanted: EndWanted | None = None
-        # The step that was reported last, by which the next one is found that rounds may wait for.
-        self._told_step = 0
-        # That one; None: no step is news. Of no use while `_is_news_old`.
+        # The next step that rounds may wait for, by what was reported and applied last; None: no step is news.
         self._news_step: int | None = None
-        self._is_news_old = True
         # When the last report was due, by the clock of `step`.
         self._reported_ns = 0
         # An attach() before this one had its part, which holds until a daemon welcomes this one.
@@ -171,7 +165,7 @@ class LearnerSession:
         Raises LearnerError: the daemon refuses this learner.
         """
         if not self.link.may_have_commands:
-            return self._wants_initial_state
+            return bool(self._news)
         with self.link.lock:
             requests = []
             for command in list(self.link.commands()):
@@ -180,11 +174,12 @@ class LearnerSession:
                 else:
                     self._take_news(command)
             self.link.put_back(*requests)
-        return bool(requests) or self._news != NO_ORDERS or self._wants_initial_state
+        return bool(requests or self._news)
 
     def _make_attach(self) -> Attach:
         """In the link's thread, with its lock held."""
-        self._wants_initial_state = False  # a wish of the daemon before: the new one's parameters may lie there
+        # The wish of the daemon before is void: the new one's parameters may lie there.
+        self._news = [news for news in self._news if not isinstance(news, Welcome)]
         fragments, welcome = self._fragments, self.welcome
         if fragments is not None:
             fragments.finish_reading()
@@ -215,14 +210,12 @@ class LearnerSession:
                 f"the new daemon's run is {_identity(welcome)}, this learner's is {_identity(self.welcome)}: "
                 "restart the learner"
             )
-        else:
-            self._news = replace(self._news, carry_steps_limit=welcome.carry_steps_limit)
         self.welcome = welcome
         if self._end_wanted is not None:
             self.link.send(self._end_wanted)
         # Offers of the daemon before are none of this one's.
         self._offered.clear()
-        self._wants_initial_state = welcome.wants_initial_state and not self.fragments.is_placed
+        self._news.append(welcome)
 
     def _build(self, welcome: Welcome) -> LearnerFragments:
         manifest = manifest_of(self._specs, welcome)
@@ -241,23 +234,19 @@ class LearnerSession:
             with contextlib.suppress(StorageError):
                 HERE.save(Path(welcome.state_dir))
 
-        return LearnerFragments(
+        versions = request_area(self._memory, VERSION_AREA, version_area_bytes)
+        contributions = request_area(self._memory, CONTRIBUTION_AREA, contributions_bytes)
+        return fragments_of(
+            welcome,
             self._tensors,
             manifest,
-            settings_of(welcome),
-            version_area=np.frombuffer(request_area(self._memory, VERSION_AREA, version_area_bytes), np.float32),
-            contribution_area=np.frombuffer(
-                request_area(self._memory, CONTRIBUTION_AREA, contributions_bytes), np.uint8
-            ),
+            shards=self._shards,
+            ranks=self._ranks,
+            version_area=np.frombuffer(versions, np.float32),
+            contribution_area=np.frombuffer(contributions, np.uint8),
             answer=self._answer,
             before_ready=make_durable,
-            shards=self._shards,
-            exchange=exchange_of(self._ranks, self._shards, manifest),
         )
-
-    def resumed(self, global_step: int) -> None:
-        """The checkpoint was read, and the run was there."""
-        self.run_clock.resume(global_step)
 
     def count(self) -> None:
         """A step was made: count it, durably against a kill, before anybody hears of it."""
@@ -277,10 +266,7 @@ class LearnerSession:
         return any(number != NO_SNAPSHOT for number in self.fragments.unresolved())
 
     def stand(self, checkpoint_step: int) -> None:
-        """Write where this learner stands after a boundary.
-
-        checkpoint_step: of the checkpoint that was saved last, once it is on disk; -1: it is not.
-        """
+        """Write where this learner stands after a boundary. `checkpoint_step`: of the last one on disk; -1: none."""
         place, fragments = self.place, self.fragments
         included_step = min(map(_INCLUDED_STEP, fragments.positions), default=0)
         checkpoint_step = max(checkpoint_step, place.checkpoint_step)
@@ -312,10 +298,7 @@ class LearnerSession:
 
     @contextlib.contextmanager
     def boundary(self) -> Iterator[None]:
-        """Within it `orders` are taken and carried out: the link does not describe the learner meanwhile.
-
-        Raises LearnerError: parameters are not finite.
-        """
+        """Within it `orders` are carried out, the link is silent. Raises LearnerError: parameters are not finite."""
         with self.link.lock:
             yield
         if self._denied is not None:
@@ -327,35 +310,27 @@ class LearnerSession:
         """Return the daemon's orders, within `boundary`: at most one for a fragment. An order that can't be carried
         out yet waits, and so do those behind it. Raises LearnerError: the daemon refuses this learner.
         """
-        requests: dict[int, SnapshotRequested] = {}
-        offers: dict[int, VersionOffered] = {}
+        orders: dict[int, SnapshotRequested | VersionOffered] = {}
         waiting: set[int] = set()
         later: list[ToLearner] = []
         for command in list(self.link.commands()):
             if not isinstance(command, SnapshotRequested | VersionOffered):
                 self._take_news(command)
                 continue
-            index = command.fragment
-            is_offer = isinstance(command, VersionOffered)
-            is_early = is_offer and self.fragments.is_busy(index)
-            is_early = is_early or not self.fragments.has_room(command, ahead=len(offers if is_offer else requests))
-            if is_early or index in waiting or index in requests or index in offers or self.fragments.is_coming(index):
+            index, is_offer = command.fragment, isinstance(command, VersionOffered)
+            count = sum(isinstance(order, VersionOffered) is is_offer for order in orders.values())
+            is_early = (is_offer and self.fragments.is_busy(index)) or not self.fragments.has_room(command, ahead=count)
+            if is_early or index in waiting or index in orders or index in self.fragments.incoming:
                 waiting.add(index)
                 later.append(command)
-            elif isinstance(command, SnapshotRequested):
-                requests[index] = command
-            else:
-                offers[index] = command
+                continue
+            orders[index] = command
+            if is_offer:
                 self._offered.add(index)
         self.link.put_back(*later)
-        wants_initial_state, self._wants_initial_state = self._wants_initial_state, False
-        news, self._news = self._news, NO_ORDERS
-        return replace(
-            news,
-            requests=tuple(requests[index] for index in sorted(requests)),
-            offers=tuple(offers[index] for index in sorted(offers)),
-            wants_initial_state=wants_initial_state,
-        )
+        news, self._news = self._news, []
+        offers_first = sorted(orders.values(), key=lambda order: (isinstance(order, SnapshotRequested), order.fragment))
+        return (*news, *offers_first)
 
     def _take_news(self, command: ToLearner) -> None:
         match command:
@@ -364,10 +339,10 @@ class LearnerSession:
             case Stop():
                 self.stop_reason, self.final_versions = command.reason, command.versions
             case ShardsGiven():
-                self._news = replace(self._news, deal=HERE.recall(command))
+                self._news.append(HERE.recall(command))
             case SettingsChanged() if self.welcome is not None:
                 self.welcome = replace(self.welcome, sync_every=command.sync_every)
-                self._news = replace(self._news, carry_steps_limit=command.carry_steps_limit)
+                self._news.append(command)
             case RunAdvanced():
                 self.run_clock.told(command.global_step, command.run_part)
                 self.hold_reason = command.reason
@@ -403,19 +378,15 @@ class LearnerSession:
 
     def is_report_due(self, now_ns: int) -> bool:
         """Whether to report this step: after a while, or if rounds may wait for it or one that was not reported."""
-        if is_due := now_ns - self._reported_ns >= REPORT_EVERY_NS or self._is_news():
+        is_news = self._news_step is not None and self.fragments.step >= self._news_step
+        if is_due := is_news or now_ns - self._reported_ns >= REPORT_EVERY_NS:
             self._reported_ns = now_ns
         return is_due
 
     def _note_news(self, reported_step: int) -> None:
-        self._told_step, self._is_news_old = reported_step, True
-
-    def _is_news(self) -> bool:
-        if self._is_news_old:
-            assert self.welcome is not None
-            sync_every, self._is_news_old = self.welcome.sync_every, False
-            self._news_step = next_news_step(self.fragments.positions, self._told_step, sync_every=sync_every)
-        return self._news_step is not None and self.fragments.step >= self._news_step
+        assert self.welcome is not None
+        sync_every = self.welcome.sync_every
+        self._news_step = next_news_step(self.fragments.positions, reported_step, sync_every=sync_every)
 
     def close(self, last: Done | Failed | None, *, has_stop: bool) -> None:
         """Say the last word, let go of everything. has_stop: a signal asked this process, or another rank, to stop."""
@@ -439,10 +410,7 @@ class LearnerSession:
 
 
 def join(session: LearnerSession | None, ranks: Ranks, is_stopping: Callable[[], bool]) -> Welcome | None:
-    """The daemon's Welcome on every rank; only rank 0 has a session. None if `is_stopping` says so first.
-
-    Raises LearnerError: as `LearnerSession.join`; another rank is gone.
-    """
+    """The daemon's Welcome on every rank, by rank 0's session; None if `is_stopping` says so first. Raises as that."""
     welcome = session.join(is_stopping, ranks.say_wait) if session is not None else None
     body = ranks.share_late(b"" if welcome is None else TO_LEARNER.encode(welcome))
     if not body:
@@ -464,35 +432,26 @@ def manifest_of(specs: tuple[TensorSpec, ...], welcome: Welcome) -> Manifest:
 
 
 def fragments_of(
-    welcome: Welcome, tensors: ModelTensors, specs: tuple[TensorSpec, ...], *, shards: ShardMap, ranks: Ranks
+    welcome: Welcome, tensors: ModelTensors, manifest: Manifest, *, shards: ShardMap, ranks: Ranks, **daemon: Any
 ) -> LearnerFragments:
-    """The fragments of a rank that has no session. Raises LearnerError: the run has another model."""
-    manifest = manifest_of(specs, welcome)
+    """The fragments of a rank. daemon: on rank 0, what `LearnerFragments` shares with it."""
+    group = ranks.bulk_group
     return LearnerFragments(
         tensors,
         manifest,
-        settings_of(welcome),
+        FragmentSettings(
+            region=welcome.region,
+            incarnation=welcome.incarnation,
+            codec_up=welcome.codec_up,
+            carry=welcome.carry,
+            carry_steps_limit=welcome.carry_steps_limit,
+            encode="device" if os.environ.get(ENCODER_VARIABLE) == "device" else "host",
+        ),
         shards=shards,
         rank=ranks.rank,
-        exchange=exchange_of(ranks, shards, manifest),
+        exchange=None if group is None else RankExchange(group, ranks.rank, shards, manifest),
+        **daemon,
     )
-
-
-def settings_of(welcome: Welcome) -> FragmentSettings:
-    """Return what the Welcome and `[learner] encode` fix for the fragments."""
-    return FragmentSettings(
-        region=welcome.region,
-        incarnation=welcome.incarnation,
-        codec_up=welcome.codec_up,
-        carry=welcome.carry,
-        carry_steps_limit=welcome.carry_steps_limit,
-        encode="device" if os.environ.get(ENCODER_VARIABLE) == "device" else "host",
-    )
-
-
-def exchange_of(ranks: Ranks, shards: ShardMap, manifest: Manifest) -> RankExchange | None:
-    """The way between the ranks; None where there is one."""
-    return None if ranks.bulk_group is None else RankExchange(ranks.bulk_group, ranks.rank, shards, manifest)
 
 
 def _identity(welcome: Welcome) -> tuple[str, str, int, str]:

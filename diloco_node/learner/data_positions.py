@@ -1,9 +1,9 @@
-"""Parts of `stateful` that may know where a data loader is."""
+"""Parts of `stateful` that may know where a data loader is, and what a position of torchdata's loader is good for."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -72,3 +72,23 @@ def is_under_way(iterator: Any) -> bool:
         return 0 < count < len(iterator)
     except TypeError:
         return bool(count)
+
+
+def workers_before(loader: object, state: object) -> int | None:
+    """Return how many workers a state was kept with, where the loader has another number; else None.
+
+    A `StatefulDataLoader` looks at that itself when it is iterated, and then fails without a reason.
+    """
+    if not isinstance(state, Mapping):
+        return None
+    before = 0 if "_sampler_iter_yielded" in state else None
+    snapshot = state.get("_snapshot")
+    if isinstance(snapshot, Mapping) and isinstance(snapshot.get("_main_snapshot"), Mapping):
+        before = snapshot["_main_snapshot"].get("_num_workers")
+    return None if before is None or getattr(loader, "num_workers", before) == before else before
+
+
+def check_workers(name: str, loader: object, state: object) -> None:
+    """Raise ValueError: a part of `stateful` is a loader that can't go on from this state."""
+    if (before := workers_before(loader, state)) is not None:
+        raise ValueError(f"{name!r} was kept with num_workers={before}: give it so many")

@@ -39,9 +39,7 @@ WAY_ON: Final = "Make or load the same in the scripts of all regions, or set run
 class FirstParameters:
     """The parameters as the script has made them, on all ranks; made before the run's overwrite them.
 
-    Args:
-        tensors: the model's. fragments, shards: how it is cut. ranks: of this region.
-        welcome: of the daemon. It has digests of the fragments that the run began with, or none to compare with.
+    welcome: it has digests of the fragments that the run began with, or none to compare with.
 
     Raises LearnerError: the run is to begin with these parameters, and they are not finite.
     """
@@ -82,10 +80,7 @@ class FirstParameters:
         ]
 
     def difference(self, positions: list[FragmentPosition]) -> str:
-        """Say how they differ from those that the run has begun with; empty if they don't, or nobody can know.
-
-        All ranks call it, with equal positions.
-        """
+        """Say how they differ from those that the run began with; empty: they don't, or nobody knows. All call it."""
         first = next(iter(self._tensors.followed.values()), None)  # a rank may have frozen layers alone
         is_trained = first is not None and any(trained() is first for trained in _TRAINED)
         if any(self._ranks.all_bytes(b"1" if is_trained else b"")):

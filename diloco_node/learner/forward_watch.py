@@ -81,10 +81,7 @@ def _tensors_in(output: Any, depth: int) -> Iterator[Tensor]:
 
 
 class ForwardWatch:
-    """Hooks that count the model's inputs and take its loss.
-
-    model: the module that the loop calls, or one that each of its calls passes through.
-    """
+    """Hooks on the module that the loop calls, or through which each call passes, for its inputs and its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         # Of forward passes that came to their end, of one that may raise, and of those with a whole backward pass.
@@ -123,10 +120,7 @@ class ForwardWatch:
             self._loss = loss.detach()
 
     def _follow(self, output: Any, tokens: list[int]) -> None:
-        """Count tokens once a backward pass from an output has ended.
-
-        tokens: one number, and none once it was counted.
-        """
+        """Count tokens, one number, once: when a backward pass from an output has ended."""
 
         def count() -> None:
             self._trained += sum(tokens)

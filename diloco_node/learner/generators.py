@@ -6,7 +6,8 @@ Those that a script makes for itself go into `attach(stateful=...)`.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -35,10 +36,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any]) -> None:
-    """Put them back; devices that are not here are passed over.
-
-    Raises ValueError, TypeError, KeyError: they are none of `generator_states`.
-    """
+    """Put them back, on devices that are here. Raises ValueError, TypeError, KeyError: they are none of ours."""
     if "python" in states:
         random.setstate(states["python"])
     if "numpy" in states:
@@ -54,48 +52,41 @@ def restore_generators(states: Mapping[str, Any]) -> None:
         torch.mps.set_rng_state(states["mps"])
 
 
+def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """Return what reads a generator's state, and what sets it."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state, generator.set_state
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    if isinstance(generator, np.random.RandomState):
+        return partial(generator.get_state, legacy=False), generator.set_state
+    bits = generator.bit_generator
+    return lambda: bits.state, partial(setattr, bits, "state")
+
+
 class KeptGenerator:
     """A generator of the script's own, as a part of `stateful`."""
 
-    def __init__(
-        self, generator: torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-    ) -> None:
-        self._generator = generator
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator  # by which `loop_state` knows that it is kept
+        self._read, self._set = _access(generator)
 
     def state_dict(self) -> dict[str, Any]:
         """Its state."""
-        generator = self._generator
-        if isinstance(generator, torch.Generator):
-            return {"state": generator.get_state()}
-        if isinstance(generator, random.Random):
-            return {"state": generator.getstate()}
-        if isinstance(generator, np.random.RandomState):
-            return {"state": generator.get_state(legacy=False)}
-        return {"state": generator.bit_generator.state}
+        return {"state": self._read()}
 
     def text(self) -> str:
         """Return its state as a text, to compare."""
-        state = self.state_dict()["state"]
+        state = self._read()
         return str(state.tolist() if isinstance(state, torch.Tensor) else state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take what `state_dict` gave. Raises ValueError, TypeError: it is of another kind of generator."""
-        generator = self._generator
-        if isinstance(generator, torch.Generator):
-            generator.set_state(state["state"])
-        elif isinstance(generator, random.Random):
-            generator.setstate(state["state"])
-        elif isinstance(generator, np.random.RandomState):
-            generator.set_state(state["state"])
-        else:
-            generator.bit_generator.state = state["state"]
+        self._set(state["state"])
 
 
 def as_stateful(name: str, component: object) -> Any:
-    """Return a part of `stateful` as one that has `state_dict` and `load_state_dict`.
-
-    Raises LearnerError: it can't be kept.
-    """
+    """Return a part of `stateful` with `state_dict` and `load_state_dict`. Raises LearnerError: it can't be kept."""
     if isinstance(component, random.SystemRandom):
         raise LearnerError(f"attach(stateful={{{name!r}: ...}}): a SystemRandom has no state to keep: leave it out")
     if isinstance(component, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):

@@ -17,11 +17,7 @@ from diloco_node.learner.layouts.device import LateNumbers
 
 
 class LateLook(NamedTuple):
-    """A look on its way.
-
-    Attributes:
-        number: its result. limit: a greater one is refused. judge: raises LearnerError for such a number.
-    """
+    """A look on its way. limit: a greater number is refused. judge: raises LearnerError for it."""
 
     number: LateNumbers
     limit: float

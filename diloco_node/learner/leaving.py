@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 from diloco_node.core.bounds import REASON_BYTES
 from diloco_node.errors import LearnerError
 from diloco_node.learner.local_fragments import LearnerFragments
-from diloco_node.learner.process_signals import LearnerPlace, is_alive
+from diloco_node.learner.process_signals import LearnerPlace, start_of
 from diloco_node.learner.ranks import Ranks
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from diloco_node.wire.learner_link import NO_SNAPSHOT, UNATTACHED, Failed, VersionOffered
@@ -77,7 +77,7 @@ def note_refusal_of_rank(error: BaseException) -> None:
 def _own_mark(fault: str, last: PlaceMark | None) -> PlaceMark | None:
     pid = os.getpid()
     # The learner may be another rank, or the process that has started this one.
-    is_free = last is None or (not (last.has_left and pid in _leavers) if last.pid == pid else not is_alive(last.pid))
+    is_free = last is None or (not (last.has_left and pid in _leavers) if last.pid == pid else not start_of(last.pid))
     if not is_free:
         return None
     if last is not None and last.has_left and last.pid != pid:
@@ -138,11 +138,8 @@ def note_end(area: mmap.mmap) -> Callable[[], object]:
 class EndWish:
     """The script's wish that the run ends, on its way from any rank to the daemon.
 
-    Attributes:
-        reason: of this rank's script, until it is passed on; empty: there is none.
-        final_by_s: until when the last versions are waited for, monotonic, over all that wait.
-        has_result: the model was given the run's final parameters.
-        has_told_late: people were told that later steps are undone.
+    reason: of this rank's script, until it is passed on. final_by_s: until when the last versions are waited for,
+    monotonic. has_result: the model has the final parameters. has_told_late: people know that later steps are undone.
     """
 
     def __init__(self) -> None:
@@ -166,15 +163,14 @@ class EndWish:
             session.want_end(reasons[0])
 
 
-def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None], foreign: str = "") -> bool:
+def end_on_final(boundaries: StepBoundaries, foreign: str = "") -> bool:
     """Pass the wish on, and leave the final parameters in the model if the run is over; whether it holds them.
 
     All ranks call it. Where the script has ended their process group, they hold what their last step has left.
 
     foreign: what the script wrote to the model after its last step, in words; it is told that this is replaced.
 
-    Raises:
-        LearnerError: another rank is gone, or the daemon refuses this learner.
+    Raises LearnerError: another rank is gone, or the daemon refuses this learner.
     """
     ranks, fragments, session = boundaries.ranks, boundaries.fragments, boundaries.session
     if not ranks.can_meet:  # what the last step has left is known to each rank
@@ -200,27 +196,29 @@ def end_on_final(boundaries: StepBoundaries, warn: Callable[[str], None], foreig
         pass
     if ranks.share_bytes(b"1" if has_all() else b"") == b"1":
         if foreign:
-            warn(f"{foreign.partition(':')[0]}: the run's final parameters replace that, as in final.safetensors")
+            boundaries.warn(
+                f"{foreign.partition(':')[0]}: the run's final parameters replace that, as in final.safetensors"
+            )
         _place_final(fragments, session)
         boundaries.wish.has_result = True
         return True
     if session is not None:
-        warn("the run is over, but its last versions did not come here: take final.safetensors, not this model")
+        boundaries.warn(
+            "the run is over, but its last versions did not come here: take final.safetensors, not this model"
+        )
     return False
 
 
-def undo_late_step(boundaries: StepBoundaries) -> str:
-    """Put the result back after a step past the run's end, for it is what a script saves next. All ranks call it.
-
-    Returns what to tell people, once; else empty.
-    """
+def undo_late_step(boundaries: StepBoundaries) -> None:
+    """Put the result back after a step past the run's end, for it is what a script saves next. All ranks call it."""
     boundaries.fragments.revert.end()
     _place_final(boundaries.fragments, boundaries.session)
-    is_told, boundaries.wish.has_told_late = boundaries.wish.has_told_late, True
-    return "" if is_told else LATE_STEP
+    if not boundaries.wish.has_told_late:
+        boundaries.wish.has_told_late = True
+        boundaries.warn(LATE_STEP)
 
 
-def is_at_end(boundaries: StepBoundaries, warn: Callable[[str], None], was_over: bool, has_result: bool) -> bool:
+def is_at_end(boundaries: StepBoundaries, was_over: bool, has_result: bool) -> bool:
     """Share whether the run is over for these ranks: where it ended while they waited to leave, with its parameters.
 
     was_over: they knew it before they left. has_result: the model held its parameters then. A region that was removed
@@ -231,7 +229,7 @@ def is_at_end(boundaries: StepBoundaries, warn: Callable[[str], None], was_over:
     end = boundaries.ranks.share_bytes(end)
     # A process that had to go before the last versions came is followed by another; else nobody waits for them again.
     is_settled = was_over and (has_result or end == b"none" or not boundaries.are_asked_to_stop())
-    return bool(end) and (is_settled or end_on_final(boundaries, warn))
+    return bool(end) and (is_settled or end_on_final(boundaries))
 
 
 def _place_final(fragments: LearnerFragments, session: LearnerSession | None) -> None:

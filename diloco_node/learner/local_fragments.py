@@ -17,7 +17,9 @@ snapshot of the fragment replaces it. Asked again for the same version and base 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Final
 
 import numpy as np
 import torch
@@ -25,21 +27,20 @@ from torch import Tensor
 
 from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_plan, position_after
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.types import NO_STEPS, CarryMode, FragmentPosition
+from diloco_node.core.types import NO_STEPS, CarryMode, Contribution, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
 from diloco_node.learner.contribution_area import ContributionArea
-from diloco_node.learner.fragment_settings import FragmentSettings
 from diloco_node.learner.late_looks import LateLook
 from diloco_node.learner.layouts.device import DeviceLane, Room, encodes_there, has_streams
 from diloco_node.learner.layouts.page_locked import page_locked
-from diloco_node.learner.layouts.shard_map import ShardMap, join, whole_map
+from diloco_node.learner.layouts.shard_map import ShardMap, join
 from diloco_node.learner.layouts.slab_values import host_values
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.rank_exchange import RankExchange
 from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.replica_check import ReplicaCheck
 from diloco_node.learner.revert import RevertCheck
-from diloco_node.learner.snapshots import ComingVersion, HeldSnapshot, SnapshotFacts, SnapshotRooms, host_room
+from diloco_node.learner.snapshots import ComingVersion, FragmentSettings, HeldSnapshot
 from diloco_node.learner.worker import BackgroundWorker
 from diloco_node.numeric import F32, U8
 from diloco_node.wire.learner_link import (
@@ -54,6 +55,10 @@ from diloco_node.wire.learner_link import (
     version_slots,
 )
 
+SPARE_ROOMS: Final = 2
+"""Kept for the next snapshots: as many rounds are in flight by default. When more were, as after ballots that failed,
+the memory of the others is given back."""
+
 Answer = SnapshotReady | SnapshotDenied | OfferApplied
 
 
@@ -61,19 +66,17 @@ class LearnerFragments:
     """The model's fragments as one rank of a learner holds them.
 
     Args:
-        tensors: the model's parameters.
-        manifest: how they are cut; made from the same tensors.
-        settings: see FragmentSettings.
+        manifest: made from the same tensors.
         version_area: shape (all slots' values,), float32: versions from the daemon (shared memory). On rank 0.
         contribution_area: shape (sum of encoded bytes,), uint8: contributions to the daemon (shared memory). On rank 0.
         answer: called from the encoder thread with each SnapshotReady or SnapshotDenied. On rank 0.
-        shards: which rank holds what; this one everything if None.
-        rank: this one. exchange: with the other ranks, if there are any.
+        exchange: with other ranks, if there are any.
         before_ready: called in the encoder thread before a snapshot is announced; makes the trained counters durable.
 
     Attributes:
         positions, slots: per fragment. step, tokens: of this incarnation, at the last boundary.
         applied: versions written into the model.
+        incoming: by fragment the version on its way to all ranks, in the same order on all; gone when it is applied.
         replicas: compares what several ranks hold.
         pending_looks: gives the looks at the model, ordered so far, by which a snapshot may be refused.
     """
@@ -84,18 +87,18 @@ class LearnerFragments:
         manifest: Manifest,
         settings: FragmentSettings,
         *,
+        shards: ShardMap,
         version_area: F32 | None = None,
         contribution_area: U8 | None = None,
         answer: Callable[[Answer], None] = lambda _: None,
         before_ready: Callable[[], None] = lambda: None,
-        shards: ShardMap | None = None,
         rank: int = 0,
         exchange: RankExchange | None = None,
     ) -> None:
         self.manifest = manifest
         self.settings = settings
         self.tensors = tensors
-        self.shards = shards or whole_map(manifest.tensors)
+        self.shards = shards
         # All of these only grow, the first two at a boundary, before anything is carried out there.
         self.step = self.tokens = 0
         self.applied = 0
@@ -128,8 +131,9 @@ class LearnerFragments:
         # Per fragment this rank's part of the version last applied. Constant while a snapshot of it is encoded.
         self._base = [place[:size] for place, size in zip(self._area, sizes, strict=False)]
         if not self._is_base_shared:
-            self._base = list(torch.split((page_locked if self._is_encoded_there else host_room)(sum(sizes)), sizes))
-        self._rooms = SnapshotRooms(max(sizes))
+            self._base = list(torch.split((page_locked if self._is_encoded_there else host_values)(sum(sizes)), sizes))
+        # Memory for snapshots, each as large as the largest: what has been touched before is copied into faster.
+        self._rooms = [host_values(max(sizes)) for _ in range(SPARE_ROOMS)]
         # Per fragment all that this rank applies: what it owns, then what it follows.
         self._resident = list(map(join, self._owned, self._followed))
         is_on_device = any(map(has_streams, tensors.devices))
@@ -137,13 +141,12 @@ class LearnerFragments:
         self._lane = DeviceLane(tensors, self._owned, self._resident) if is_on_device else None
         slab_sizes = [slab.size for local in self._resident for slab in local.slabs]
         # As large as the largest slab; what is in it is of no use between two calls.
-        self._scratch = host_room(max(slab_sizes, default=0) if self._lane is None else 0)
+        self._scratch = host_values(max(slab_sizes, default=0) if self._lane is None else 0)
         # By fragment the unresolved snapshot: at most one, against the version in `_base`.
         self._snapshots: dict[int, HeldSnapshot] = {}
         self._taken: list[HeldSnapshot] = []  # at this boundary: the encoder does not have them yet
         self.pending_looks: Callable[[], tuple[LateLook, ...]] = tuple
-        # By fragment the version on its way; in the same order on all ranks. Gone when it is applied.
-        self._incoming: dict[int, ComingVersion] = {}
+        self.incoming: dict[int, ComingVersion] = {}
         # By fragment the newest snapshot that an applied version included: no older one is carried over again.
         self._last_included: dict[int, int] = {}
         # The own parameters from just before the run's last merges; None until those begin.
@@ -169,9 +172,8 @@ class LearnerFragments:
     def unresolved(self) -> tuple[int, ...]:
         """Per fragment the number of its unresolved snapshot, or NO_SNAPSHOT."""
         snapshots = self._snapshots
-        return tuple(
-            snapshots[index].facts.number if index in snapshots else NO_SNAPSHOT for index in range(len(self.positions))
-        )
+        indices = range(len(self.positions))
+        return tuple(snapshots[at].contribution.snapshot if at in snapshots else NO_SNAPSHOT for at in indices)
 
     def write_initial_state(self) -> None:
         """Copy the model's parameters into the version area, where the daemon takes Theta_0 from. All ranks call it."""
@@ -190,10 +192,7 @@ class LearnerFragments:
         return self._worker.wait_for(lambda: exchange.gather(index, vector))
 
     def gathered(self, vectors: list[Tensor]) -> list[Tensor] | None:
-        """Whole fragments on rank 0, None elsewhere. All ranks call it, but where rank 0 owns all.
-
-        vectors: `global_vectors` or `own_vectors` of each rank.
-        """
+        """Whole fragments, of each rank's `global_vectors`, say, on rank 0. All call it, but where rank 0 owns all."""
         whole = [self.gather(index, vector) for index, vector in enumerate(vectors)]
         return [vector for vector in whole if vector is not None] if self._is_first else None
 
@@ -228,7 +227,7 @@ class LearnerFragments:
         self._worker.check()
         previous = self._snapshots.get(request.fragment)
         name = request.version, request.base_version
-        if previous is not None and (previous.facts.version, previous.facts.base_version) == name:
+        if previous is not None and (previous.version, previous.contribution.base_version) == name:
             return previous.answer if previous.encoded.is_set() else None
         position = self.positions[request.fragment]
         if request.base_version != position.base_version:
@@ -239,13 +238,25 @@ class LearnerFragments:
         if previous is not None:
             self._resolve(previous)
         local = self._owned[request.fragment]
-        buffer = self._rooms.take()
+        buffer = self._rooms.pop() if self._rooms else host_values(max(local.size for local in self._owned))
         values = buffer[: local.size]
         fetch = None if self._lane is None else self._lane.pack(local, values, is_kept=self._is_encoded_there)
         if fetch is None:
             self.tensors.read(local, values)
-        facts = SnapshotFacts.of(request, position, number=self._next_snapshot, step=self.step, tokens=self.tokens)
-        snapshot = HeldSnapshot(facts, values, buffer, fetch, self.pending_looks())
+        contribution = Contribution(
+            learner=self.settings.region,
+            incarnation=self.settings.incarnation,
+            fragment=request.fragment,
+            base_version=request.base_version,
+            snapshot=self._next_snapshot,
+            step_from=position.included_step,
+            step_to=self.step,
+            tokens=self.tokens - position.included_tokens,
+            squared_norms=(),
+            rows=HERE.rows(request.fragment, self.step),
+        )
+        looks = self.pending_looks()
+        snapshot = HeldSnapshot(request.version, contribution, self.tokens, values, buffer, fetch, looks)
         self._next_snapshot += 1
         self._snapshots[request.fragment] = snapshot
         self._taken.append(snapshot)
@@ -277,7 +288,8 @@ class LearnerFragments:
 
     def _encoded(self, snapshot: HeldSnapshot, room: Room | None) -> SnapshotReady | SnapshotDenied | None:
         """The answer; None on ranks other than 0."""
-        index, exchange = snapshot.facts.fragment, self._exchange if self._is_gathered else None
+        contribution, exchange = snapshot.contribution, self._exchange if self._is_gathered else None
+        index = contribution.fragment
         # The same subtraction as the kernel's.
         difference = None if exchange is None else exchange.gather(index, self._base[index] - snapshot.values)
         if not self._is_first:
@@ -291,45 +303,33 @@ class LearnerFragments:
                 rows = None if lane is None or room is None else lane.encode(room, base, blocks)
                 norms = self._contributions.encode(index, base.numpy(), snapshot.values.numpy(), rows)
         except PayloadCorrupt as error:
-            return SnapshotDenied(
-                index, snapshot.facts.version, f"step {snapshot.facts.step}: {snapshot.refusal or error}"
-            )
-        region, incarnation = self.settings.region, self.settings.incarnation
-        return SnapshotReady(snapshot.facts.contribution(region, incarnation, norms.tolist()))
+            reason = f"step {contribution.step_to}: {snapshot.refusal or error}"
+            return SnapshotDenied(index, snapshot.version, reason)
+        return SnapshotReady(replace(contribution, squared_norms=tuple(norms.tolist())))
 
     # ---- versions ----------------------------------------------------------------------------------------------------
     def is_busy(self, index: int) -> bool:
         """Whether a version of this fragment can't be taken now: its base is still read, or one is on its way."""
         self._worker.check()
         snapshot = self._snapshots.get(index)
-        return index in self._incoming or (snapshot is not None and not snapshot.encoded.is_set())
+        return index in self.incoming or (snapshot is not None and not snapshot.encoded.is_set())
 
     def has_room(self, order: SnapshotRequested | VersionOffered, *, ahead: int) -> bool:
         """Whether an order can be carried out at this boundary, after `ahead` others of its kind."""
         if self._lane is None:
             return True
-        return ahead < (self._lane.free_down if isinstance(order, SnapshotRequested) else self._lane.free_up)
-
-    def is_coming(self, index: int) -> bool:
-        """Whether a version of this fragment is on its way to all ranks."""
-        return index in self._incoming
-
-    @property
-    def arriving(self) -> bool:
-        """Whether any version is on its way to all ranks."""
-        return bool(self._incoming)
+        return ahead < self._lane.free[isinstance(order, VersionOffered)]
 
     def take(self, offer: VersionOffered, values: Tensor | None = None) -> None:
-        """Begin to take a version from its slot, or rank 0's `values` (n,), float32, CPU. Ask `is_busy` first.
-
-        The values stay as they are while they are base.
+        """Begin to take a version from its slot, or rank 0's `values` (n,), float32, CPU: those stay as they are while
+        they are base. Ask `is_busy` first.
 
         Raises LearnerError: the daemon names a snapshot that this learner does not have.
         """
         index = offer.fragment
         if values is None:
             values = self._area[offer.slot, : self.manifest.fragments[index].size] if self._is_first else self._area
-        incoming = self._incoming[index] = ComingVersion(offer, values, offer.slot)
+        incoming = self.incoming[index] = ComingVersion(offer, values, offer.slot)
         position, exchange, lane = self.positions[index], self._exchange, self._lane
         if (exchange is None and lane is None) or offer.version <= position.base_version:
             incoming.arrived.set()
@@ -354,19 +354,16 @@ class LearnerFragments:
         self._worker.put(carry)
 
     def finish_reading(self) -> None:
-        """Wait until no slot is read but that of a base: another daemon may write there then.
-
-        Raises LearnerError: the worker has ended.
-        """
-        if self._incoming:
+        """Wait until no slot is read but that of a base: another daemon may write there then. Raises LearnerError."""
+        if self.incoming:
             self._worker.drain()
-        for incoming in self._incoming.values():
+        for incoming in self.incoming.values():
             incoming.place, incoming.slot = incoming.place.clone(), NO_SLOT
 
     def arrived(self) -> tuple[int, ...]:
         """Fragments, ascending, of which this rank has all of a version that was begun."""
         self._worker.check()
-        coming = self._incoming.items()
+        coming = self.incoming.items()
         return tuple(sorted(index for index, incoming in coming if incoming.arrived.is_set())) if coming else ()
 
     def apply(self, offer: VersionOffered, values: Tensor | None = None) -> OfferApplied:
@@ -379,13 +376,11 @@ class LearnerFragments:
     def finish(self, index: int) -> OfferApplied:
         """Apply what has arrived on all ranks, keeping the steps that are not in it (design part 5).
 
-        A version that the learner already has, or an older one, changes nothing.
-
-        Returns: the answer for the daemon.
+        A version that the learner already has, or an older one, changes nothing. Returns the answer for the daemon.
 
         Raises LearnerError: the daemon names a snapshot that this learner does not have.
         """
-        incoming, position = self._incoming.pop(index), self.positions[index]
+        incoming, position = self.incoming.pop(index), self.positions[index]
         offer, version = incoming.offered, incoming.offered.version
         if version <= position.base_version:
             return OfferApplied(index, position.base_version, position, 1.0, 0, self.slots[index])
@@ -398,28 +393,27 @@ class LearnerFragments:
             self._own = None
             self._ended.clear()
         plan, kept_steps = self._plan(position, snapshot, version)
-        primary = self._owned[index]
-        self.revert.before(primary)
-        if self._lane is not None and incoming.room is not None:
-            self._lane.apply(incoming.room, is_anchored=plan.anchor is not Anchor.NONE, carry_factor=plan.carry_factor)
-            self._worker.put(partial(self._keep, index, incoming.room))
-        else:
-            self._shift(incoming, plan, snapshot)
+        is_kept = plan.anchor is not Anchor.NONE
+        with self.revert.around(self._owned[index]):
+            if self._lane is not None and incoming.room is not None:
+                self._lane.apply(incoming.room, is_anchored=is_kept, carry_factor=plan.carry_factor)
+                self._worker.put(partial(self._keep, index, incoming.room))
+            else:
+                self._shift(incoming, plan, snapshot)
         if self._is_base_shared:
             self._base[index], self.slots[index] = incoming.place, incoming.slot
-        self.revert.after(primary)
         self.positions[index] = position_after(
             position,
-            inclusion=None if snapshot is None else (snapshot.facts.step, snapshot.facts.tokens),
+            inclusion=None if snapshot is None else (snapshot.contribution.step_to, snapshot.tokens),
             step=self.step,
             tokens=self.tokens,
             version=version,
             mode=self.settings.carry,
-            is_kept=plan.anchor is not Anchor.NONE,
+            is_kept=is_kept,
         )
         if snapshot is not None:
-            self._last_included[index] = snapshot.facts.number
-            HERE.include(index, snapshot.facts.step)
+            self._last_included[index] = snapshot.contribution.snapshot
+            HERE.include(index, snapshot.contribution.step_to)
         if index in self._snapshots:
             self._resolve(self._snapshots[index])
         carry_factor = 1.0 if position.base_version < 0 else plan.carry_factor
@@ -456,11 +450,11 @@ class LearnerFragments:
             # The daemon made this offer before it knew what this learner had just applied: the snapshot is in its base.
             return None
         snapshot = self._snapshots.get(offer.fragment)
-        if snapshot is None or snapshot.facts.number != offer.included_snapshot:
+        if snapshot is None or snapshot.contribution.snapshot != offer.included_snapshot:
             raise LearnerError(
                 f"fragment {offer.fragment} version {offer.version} includes snapshot {offer.included_snapshot}, "
                 f"but this learner (incarnation {self.settings.incarnation}) holds "
-                f"{'none' if snapshot is None else snapshot.facts.number}: its steps can't be carried over; "
+                f"{'none' if snapshot is None else snapshot.contribution.snapshot}: its steps can't be carried over; "
                 "restart the learner"
             )
         return snapshot
@@ -469,8 +463,8 @@ class LearnerFragments:
         """The plan, and how many own steps it keeps."""
         if position.base_version < 0:
             return CarryPlan(Anchor.NONE, 0.0), 0
-        since = self.step - (position.included_step if snapshot is None else snapshot.facts.step)
-        missed = version - (position.base_version if snapshot is None else snapshot.facts.version)
+        since = self.step - (position.included_step if snapshot is None else snapshot.contribution.step_to)
+        missed = version - (position.base_version if snapshot is None else snapshot.version)
         mode, limit = self.settings.carry, self.settings.carry_steps_limit
         is_included = snapshot is not None
         plan = carry_plan(
@@ -479,10 +473,10 @@ class LearnerFragments:
         return plan, since if plan.carry_factor > 0.0 else 0
 
     def _resolve(self, snapshot: HeldSnapshot) -> None:
-        del self._snapshots[snapshot.facts.fragment]
+        del self._snapshots[snapshot.contribution.fragment]
         # While the encoder still reads the values, they are left to the garbage collector.
-        if snapshot.encoded.is_set():
-            self._rooms.give_back(snapshot.buffer)
+        if snapshot.encoded.is_set() and len(self._rooms) < SPARE_ROOMS:
+            self._rooms.append(snapshot.buffer)
 
     def close(self) -> None:
         """Stop the worker and let go of the shared memory."""

@@ -34,15 +34,14 @@ from diloco_node.learner.frozen_tensors import running_buffers
 from diloco_node.learner.generators import KeptGenerator
 from diloco_node.learner.layouts.device import Room
 from diloco_node.learner.layouts.names import plain_name
-from diloco_node.learner.layouts.shard_map import Box
+from diloco_node.learner.layouts.shard_map import Box, whole_box
 from diloco_node.learner.layouts.tensors import ModelTensors, boxes_of, is_sharded, local_part
 from diloco_node.learner.living_objects import living_objects
 from diloco_node.learner.loss import LateLoss
 from diloco_node.learner.model_watch import COPY_LIKENESS
 from diloco_node.learner.optimizer_record import NOISE
-from diloco_node.learner.schedules import KeptSchedule
+from diloco_node.learner.schedules import KeptSchedule, below_wrapper, schedules_of
 from diloco_node.learner.several_optimizers import inner_of
-from diloco_node.learner.state_watch import schedules_of
 from diloco_node.learner.tensor_forms import sample_of, stack
 
 T = TypeVar("T")
@@ -63,10 +62,7 @@ RUN_MODULE: Final = "diloco_node.learner.attach"
 
 
 class LoopState:
-    """A search for state of the loop that no checkpoint has.
-
-    tensors: the model's. stateful: what a checkpoint keeps. warn: tells people. optimizer: is kept as well.
-    """
+    """A search for state of the loop that no checkpoint has. stateful, optimizer: what a checkpoint keeps."""
 
     def __init__(
         self,
@@ -78,9 +74,10 @@ class LoopState:
         self._tensors = tensors
         self._warn = warn
         schedules: list[object] = []
-        components: list[object] = [*_of_process()]
+        draws: list[Any] = [random.random, np.random.rand]  # of the process's generators, which a checkpoint keeps
+        components: list[object] = [draw.__self__ for draw in draws]
         for component in stateful.values():
-            (schedules if isinstance(_inner(component), LRScheduler) else components).append(component)
+            (schedules if isinstance(below_wrapper(component), LRScheduler) else components).append(component)
         members = reach(components)
         # A schedule knows its optimizer, but has nothing of its moments.
         members += [item for item in reach(schedules) if not issubclass(type(item), Optimizer)]
@@ -94,7 +91,9 @@ class LoopState:
         kinds = (*PARTS, torch.Generator, KeptGenerator, KeptSchedule)
         # Parts of `stateful` that are no schedule, scaler or module: they may know where the data are.
         self._readers = [
-            item for item in stateful.values() if not any(isinstance(value, kinds) for value in (item, _inner(item)))
+            item
+            for item in stateful.values()
+            if not any(isinstance(value, kinds) for value in (item, below_wrapper(item)))
         ]
         # Names that people have been told.
         self._told: set[str] = set()
@@ -161,8 +160,9 @@ class LoopState:
         for values in map(_values_of, self._modules):
             for (name, box), _ in _pieces(values):
                 # A module of the script's may have another tensor by that name.
-                if box is not None and name in tensors and len(box.slices) == tensors[name].dim():
-                    self._copy[name, box] = sample_of(tensors[name][box.slices])
+                if box is not None and name in tensors and len(box.sizes) == tensors[name].dim():
+                    whole = whole_box(tensors[name].shape)
+                    self._copy[name, box] = sample_of(tensors[name][box.slices(whole)])
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Note merged parameters that the loop has for a while, to save them."""
@@ -380,12 +380,6 @@ def _torch_generators(living: Iterable[object]) -> list[torch.Generator]:
     return list({id(value): value for value in values if value is not torch.default_generator}.values())
 
 
-def _of_process() -> list[object]:
-    """Generators of the process that a checkpoint keeps."""
-    owners: list[Any] = [random.random, np.random.rand]
-    return [owner.__self__ for owner in owners]
-
-
 def _name_generators() -> set[int]:
     """Return ids of Python's own generators for names of files and of semaphores."""
     semaphores = getattr(sys.modules.get("multiprocessing.synchronize"), "SemLock", None)
@@ -396,11 +390,6 @@ def _name_generators() -> set[int]:
 def _stand(schedule: LRScheduler) -> list[Any]:
     """Return where a schedule stands, or those in it."""
     return [getattr(member, "last_epoch", None) for member in schedules_of([schedule])]
-
-
-def _inner(component: object) -> object:
-    """A schedule below a wrapper of Accelerate."""
-    return getattr(component, "scheduler", component)
 
 
 def _values_of(module: nn.Module) -> dict[str, Tensor]:

@@ -7,29 +7,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from diloco_node.errors import LearnerError
-from diloco_node.learner.layouts.device import has_streams, record_event
+from diloco_node.learner.layouts.device import LateNumbers, has_streams
 from diloco_node.learner.layouts.tensors import is_sharded, local_part
 
 
 class LateLoss:
-    """The loss of a step not long ago, read without waiting for the device.
-
-    Args:
-        name: for errors.
-    """
+    """The loss of a step not long ago, read without waiting for the device. name: for errors."""
 
     def __init__(self, name: str = "loss") -> None:
         self._name = name
         self._newest: float | None = None
         self._unread: float | None = None
-        # Page-locked; made at the first loss on a device, and not written before it was read.
-        self._host: Tensor | None = None
-        # Comes when the loss is in `_host`; None while none is on its way.
-        self._event: Any = None
+        # On its way from a device.
+        self._coming: LateNumbers | None = None
 
     def offer(self, loss: Tensor | float | None) -> None:
         """A step has this one; of several values the mean. It waits behind a loss still on its way from a device.
@@ -43,18 +36,14 @@ class LateLoss:
             loss = _scalar(loss, f"step({self._name}=...)")
         if not isinstance(loss, Tensor) or not has_streams(loss.device):
             self._take(_number(loss, "step", self._name))
-        elif self._event is None:
-            if self._host is None:
-                self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
-            self._host.copy_(loss, non_blocking=True)
-            # The copy is in the stream of the loss's device, which need not be the current one.
-            self._event = record_event(loss.device)
+        elif self._coming is None:
+            self._coming = LateNumbers(loss.reshape(1))
 
     def newest(self) -> float | None:
         """The last one that is here; None before there is one, or if it is not finite."""
-        if self._event is not None and self._host is not None and self._event.query():
-            self._take(float(self._host))
-            self._event = None
+        if self._coming is not None and (numbers := self._coming.read()) is not None:
+            self._take(numbers[0])
+            self._coming = None
         return self._newest
 
     def fresh(self) -> float | None:
@@ -73,12 +62,7 @@ HeldOutLoss = Tensor | float | None
 
 @dataclass(frozen=True, slots=True)
 class HeldOutLosses:
-    """The last evaluation.
-
-    Attributes:
-        val_loss: of the region's own parameters, val_loss_global: of the global ones. None: not measured, not finite.
-        val_step: step of the run at which they were measured; None: never.
-    """
+    """The last evaluation, at the run's `val_step`, of own and of global parameters. None: not measured, not finite."""
 
     val_loss: float | None = None
     val_loss_global: float | None = None
@@ -88,10 +72,7 @@ class HeldOutLosses:
     def at(
         cls, step: int, val_loss: HeldOutLoss, val_loss_global: HeldOutLoss, *, warn: Callable[[str], None]
     ) -> HeldOutLosses:
-        """Read the losses of an evaluation at this step; waits for their devices.
-
-        Args:
-            warn: told of losses that are not finite, which are left out.
+        """Read the losses of an evaluation at this step; waits for their devices. Those not finite are left out, told.
 
         Raises LearnerError: one is no number, or this rank has only a part of it.
         """
@@ -120,10 +101,7 @@ def _number(loss: Tensor | float, call: str, name: str) -> float:
 
 
 def _scalar(loss: Tensor, call: str) -> Tensor:
-    """The loss as one detached value. A DTensor is not gathered: not all ranks may tell theirs.
-
-    Raises LearnerError: this rank has only a part of it.
-    """
+    """The loss as one detached value, not gathered. Raises LearnerError: this rank has only a part of a DTensor."""
     if is_sharded(loss) and not all(place.is_replicate() for place in loss.placements):  # type: ignore[attr-defined]
         argument = call.removesuffix(")").partition("(")[2].partition("=")[0]
         raise LearnerError(

@@ -43,9 +43,8 @@ def model_state(
 
     Where ranks hold parts of the model, all of them call it.
 
-    Args:
-        fragments: None: alone, and the state is the model's own. session: no version is applied while it is read here,
-            also in another thread than the loop's.
+    fragments: None: alone, and the state is the model's own. session: no version is applied while it is read here, also
+    in another thread than the loop's.
 
     Raises LearnerError: on another rank of a model that each rank holds, or not called by all that have to.
     """
@@ -96,10 +95,7 @@ class SavedStates:
     its memory, whatever it is called. For a model in parts all ranks would have to call it together, so there it is as
     ever.
 
-    hold: is told of merged parameters that a script has.
-
-    Attributes:
-        is_over: the model holds the run's result.
+    hold: is told of merged parameters that a script has. is_over: the model holds the run's result.
     """
 
     def __init__(self, tensors: ModelTensors, ranks: Ranks, hold: Callable[[Iterable[Tensor]], None]) -> None:
@@ -127,10 +123,7 @@ class SavedStates:
             self._follow(self._tensors.model, self._tensors, fragments)
 
     def merge(self, module: nn.Module, *, is_asked: bool = True) -> None:
-        """Have the states of this module hold the merged parameters, whatever their names are in it.
-
-        is_asked: by the script; not by a trainer's callback, of which a reader of states may know nothing.
-        """
+        """Have this module's states hold the merged parameters, whatever their names. is_asked: by the script."""
         fragments, tensors = self._fragments, self._tensors
         if fragments is None or tensors is None or not fragments.shards.is_first_whole:
             return
@@ -300,8 +293,7 @@ def _values_of(module: nn.Module) -> Iterator[Tensor]:
 class StateHook(PrivateHook):
     """Has SavedStates follow a module's `state_dict()`.
 
-    is_inner: a module around it that is followed as well covers it. is_merged: its states are to be. paths: of its
-    module in those that are followed.
+    is_inner: a followed module around it covers it. is_merged: its states are to be. paths: in those that are followed.
     """
 
     def __init__(self, states: SavedStates, *, is_inner: bool) -> None:

@@ -33,10 +33,10 @@ from diloco_node.learner.layouts.capture import is_capturing
 from diloco_node.learner.layouts.device import has_streams
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.optimizer_record import FAR, NOISE, TOLD, OptimizerRecord, is_inside_step
+from diloco_node.learner.schedules import schedules_of
 from diloco_node.learner.several_optimizers import check_kind, inner_of, kind_of, parameters_of
-from diloco_node.learner.state_watch import StateWatch, schedules_of
-from diloco_node.learner.step_counts import StepCounts
-from diloco_node.learner.still_watch import StillWatch
+from diloco_node.learner.state_watch import StateWatch
+from diloco_node.learner.step_counts import StepCounts, StillWatch
 from diloco_node.learner.tensor_forms import (
     LOADED,
     REMEDY,
@@ -71,10 +71,7 @@ class ModelWatch:
 
     Made when the model holds the run's parameters; `close` takes the hooks away.
 
-    Args:
-        tensors: the model's. warn: tells people what is odd, but no error.
-        optimizer, stateful: that attach() was given. is_auto: its steps are told, and not by the loop.
-        refuse: hears of what is refused, for a loop may catch it.
+    is_auto: the optimizer's steps are told, and not by the loop. refuse: hears of what is refused: a loop may catch it.
     """
 
     def __init__(
@@ -130,15 +127,11 @@ class ModelWatch:
         self._own_tensors = {*tensors.present().values(), *tensors.names, *tensors.strangers}
         # What is on its way from a device.
         self._looks = LateLooks()
-        # Values that are not as `attach` wrote them, by tensor.
-        self._differing: list[Tensor] = []
         # Greatest change of the tensors of an optimizer since it stepped last that is not on its way to the host; what
         # names a tensor, which waits for a device; and whether it may have been put back.
         self._change: tuple[Tensor, Callable[[], str], bool] | None = None
         # Looks at counted writes of others.
         self._writes_seen = 0
-        # States that move, by names of parameter and state: how much each is like its parameter.
-        self._likeness: dict[tuple[str, str], Tensor] = {}
         self._handles = (
             optimizer_hooks.register_optimizer_step_pre_hook(self._before_step),
             optimizer_hooks.register_optimizer_step_post_hook(self._after_step),
@@ -166,9 +159,7 @@ class ModelWatch:
     def check(self, has_orders: bool) -> None:
         """Look at the model at a step boundary, before anything of it is sent, or changed by a version.
 
-        Args:
-            has_orders: whether something may be. Else samples of a device are left to the next look: there each is a
-                launch.
+        has_orders: something may be. Else samples of a device are left to the next look: there each is a launch.
 
         Raises LearnerError: one was loaded, replaced or resized since `attach`, or an optimizer trains a copy of it.
         """
@@ -358,11 +349,11 @@ class ModelWatch:
         samples, self._written = self._written, []
         pairs = [(sample_of(tensor), sample) for tensor, sample in zip(self._weights, samples, strict=True)]
         counts = [(new != old).sum() * ~(torch.dist(new, old) <= NOISE * old.norm()) for new, old in pairs]
-        self._differing = [
+        differing = [
             n * ~(is_constrained if tensor in self._renormed else is_clamped)(sample, value)
             for tensor, n, (value, sample) in zip(self._weights, counts, pairs, strict=True)
         ]
-        count = stack(self._differing).sum()
+        count = stack(differing).sum()
         if not is_trained:
             names = [*self._weights.values()]
             write_counts = [n * (tensor not in self._renormed) for tensor, n in zip(self._weights, counts, strict=True)]
@@ -373,15 +364,16 @@ class ModelWatch:
             distance = stack((value - sample).square().sum() for value, sample in pairs).sum()
             length = stack(sample.square().sum() for _, sample in pairs).sum()
             count = count * (distance > FAR_AT_FIRST**2 * length)
-        self._looks.note(count, 0.0, self._judge_values)
+        self._looks.note(count, 0.0, partial(self._judge_values, differing))
         self._hear()
 
-    def _judge_values(self, count: float) -> None:
+    def _judge_values(self, differing: list[Tensor], count: float) -> None:
+        """Say that values are not as `attach` wrote them. differing: how many, by tensor."""
         if not count:
             return
-        names = [name for name, count in zip(self._weights.values(), self._differing, strict=True) if int(count)]
+        names = [name for name, number in zip(self._weights.values(), differing, strict=True) if int(number)]
         raise LearnerError(
-            f"{len(names)} of {len(self._differing)} tensors are not as attach() wrote them, such as {names[0]!r}: "
+            f"{len(names)} of {len(differing)} tensors are not as attach() wrote them, such as {names[0]!r}: "
             "weights were loaded or drawn anew before the first step, and would be merged as if they had been trained. "
             f"{REMEDY}. What forward passes write, such as a codebook, is a buffer for attach(buffers=)"
         )
@@ -482,10 +474,10 @@ class ModelWatch:
         return ""
 
     def _look_at_states(self, optimizer: torch.optim.Optimizer, record: OptimizerRecord) -> None:
-        self._likeness = record.likenesses(optimizer, self._names)
-        if self._likeness:
-            greatest = stack(self._likeness.values()).nan_to_num(0.0, 0.0, 0.0).max()
-            self._looks.note(greatest, COPY_LIKENESS, partial(self._judge_likeness, self._likeness))
+        likeness = record.likenesses(optimizer, self._names)
+        if likeness:
+            greatest = stack(likeness.values()).nan_to_num(0.0, 0.0, 0.0).max()
+            self._looks.note(greatest, COPY_LIKENESS, partial(self._judge_likeness, likeness))
 
     def _judge_likeness(self, likeness: dict[tuple[str, str], Tensor], greatest: float) -> None:
         if greatest > COPY_LIKENESS:

@@ -31,11 +31,9 @@ _VALUE: Final = "v"
 
 
 def flatten(label: str, value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The value as JSON.
+    """The value as JSON. `label` is the first part of the names of its tensors.
 
-    Args:
-        label: its name, for messages, and the first part of the names of its tensors.
-        tensors: takes its tensors, which are no copies, and its arrays, which are.
+    tensors: takes its tensors, which are no copies, and its arrays, which are.
 
     Raises LearnerError: a part of it is of a type that can't be kept.
     """

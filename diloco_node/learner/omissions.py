@@ -19,10 +19,7 @@ MEAN_KEYS: Final = ("running_mean", "running_var", "min_val", "max_val")
 
 
 def statistics_warning(model: nn.Module, merged_names: Iterable[str]) -> str:
-    """Say which buffers follow the data in each region and are merged nowhere; empty where there are none.
-
-    merged_names: names of the tensors that the run merges.
-    """
+    """Say which buffers follow the data in each region and are merged nowhere; empty where there are none."""
     name_set, replicas = set(merged_names), replicas_in(model)
     groups: dict[str, list[str]] = {}
     for prefix, module in model.named_modules():

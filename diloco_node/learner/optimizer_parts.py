@@ -72,9 +72,8 @@ class Kept:
 class OptimizerParts:
     """How the parameters of an optimizer are called, and what of them lies here.
 
-    Args:
-        optimizer: any. tensors: the model's; None: nothing is known but the order of the parameters.
-        shards: who owns what; what another rank owns is not kept. rank: this one.
+    tensors: the model's; None: nothing is known but the order of the parameters. shards: who owns what; what another
+    rank owns is not kept.
     """
 
     def __init__(
@@ -153,9 +152,7 @@ class OptimizerParts:
     def restore(self, saves: Sequence[Kept], *, is_lowered: bool = False) -> None:
         """Take the moments that ranks have kept, in whatever way the model was cut then. Settings stay the script's.
 
-        Args:
-            saves: of all ranks whose parts are needed; first the one from which everything that is not cut is taken.
-            is_lowered: see `take_settings`.
+        saves: of all ranks whose parts are needed; first the one from which everything that is not cut is taken.
 
         Raises LearnerError: a part of a parameter's state is nowhere. ValueError, KeyError, TypeError, RuntimeError: it
         is no state of such an optimizer.
@@ -200,10 +197,7 @@ class OptimizerParts:
         tell_changes(changes)
 
     def _place_of_group(self, at: int, own_group: Json, groups: Sequence[Json], names: Sequence[str]) -> int | None:
-        """Find the group of a checkpoint with most of the parameters of a group; None: it had none of them.
-
-        Groups may be in another order since, more or fewer. Parameters without a name are looked for by place only.
-        """
+        """Find the checkpoint's group with most of a group's parameters, or None; by place for those without names."""
         own_names = {self._names[index] for index in own_group["params"]} - {""}
         if not own_names:
             is_nameless = at < len(groups) and not any(names[index] for index in groups[at]["params"])
@@ -228,7 +222,7 @@ class OptimizerParts:
             if box is None:  # an empty shard: only what there is of a state
                 ranks.update(() if first in having else sorted(having)[:1])
                 continue
-            ranks.update(rank for rank, boxes in having.items() if any(map(box.meets, boxes)))
+            ranks.update(rank for rank, boxes in having.items() if any(map(box.common, boxes)))
         return ranks
 
     def _state_of(self, index: int, views: Sequence[_ByParameter]) -> Json:
@@ -255,16 +249,14 @@ class OptimizerParts:
                 local = pieces[0][1].new_empty(local_part(parameter).shape)
             else:
                 local = _joined(f"{key} of {name}", box, pieces)
-            values[key] = _like(parameter, local)
+            # What an optimizer loads it makes of the parameter's type, unless it is a count.
+            values[key] = cut_like(parameter, local) if is_sharded(parameter) else local
         for key, (label, is_signed) in narrow.items():
             values[key] = self._narrow(label, parameter, values[key], is_signed=is_signed)
         return values
 
     def _narrow(self, label: str, parameter: Tensor, value: Tensor, *, is_signed: bool) -> Tensor:
-        """Put a state back into fewer bits, as torchao's optimizers make theirs: as floats all may not fit the device.
-
-        Raises ValueError: this optimizer does not say how.
-        """
+        """Put a state back into fewer bits, as torchao's optimizers make theirs. Raises ValueError: this one can't."""
         makers = [inner._new_buffer for inner in inner_of(self._optimizer) if hasattr(inner, "_new_buffer")]
         if not makers:
             raise ValueError(f"a {label} was kept, which this optimizer does not make")
@@ -273,11 +265,7 @@ class OptimizerParts:
 
 
 class _ByParameter:
-    """An index by parameter of what one rank has kept.
-
-    Attributes:
-        tensors: names of the state's tensors, by the index of their parameter, as text.
-    """
+    """An index by parameter of what one rank has kept. tensors: their names, by the parameter's index, as text."""
 
     def __init__(self, save: Kept) -> None:
         self.kept = save
@@ -323,27 +311,14 @@ def _joined(label: str, box: Box, pieces: Sequence[tuple[Box, Tensor]]) -> Tenso
     boxes: set[Box] = set()
     count = 0
     for piece_box, values in pieces:
-        if piece_box in boxes or not box.meets(piece_box):
+        if piece_box in boxes or (common := box.common(piece_box)) is None:
             continue
         boxes.add(piece_box)
-        low = [max(a, b) for a, b in zip(box.offsets, piece_box.offsets, strict=True)]
-        high = [
-            min(a + m, b + n)
-            for a, m, b, n in zip(box.offsets, box.sizes, piece_box.offsets, piece_box.sizes, strict=True)
-        ]
-        target = tuple(slice(x - a, y - a) for x, y, a in zip(low, high, box.offsets, strict=True))
-        source = tuple(slice(x - b, y - b) for x, y, b in zip(low, high, piece_box.offsets, strict=True))
-        whole[target] = values[source]
-        count += whole[target].numel()
+        whole[common.slices(box)] = values[common.slices(piece_box)]
+        count += common.volume
     if count != box.volume:
         raise LearnerError(f"of {label} only {count} of {box.volume} values were kept")
     return whole
-
-
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """A state of the parameter's kind."""
-    # What an optimizer loads it makes of the parameter's type, unless it is a count.
-    return cut_like(parameter, local) if is_sharded(parameter) else local
 
 
 def _split(prefix: str, values: Json, tensors: dict[str, Tensor]) -> Json:

@@ -40,23 +40,19 @@ _State = tuple[str, str, Tensor, Tensor]
 
 @dataclass(slots=True)
 class OptimizerRecord:
-    """An optimizer that trains tensors which are merged.
+    """An optimizer that trains tensors which are merged, by name.
 
     Attributes:
-        tensors: those that are merged, by name.
+        renormed: tensors that forward passes shorten: only a change beyond FAR is one.
         writes: how often each was written to, when this learner or the optimizer did so last, and where the largest
-            lies. steps: since `attach`. largest: place of the largest of them.
-        counted_steps: of the optimizer whose steps count, when this one's last step began.
+            lies. largest: its place. sample: of it at that time, for a load changes all; slices: of all, by device.
+        steps: since `attach`. counted_steps: of the optimizer whose steps count, when this one's last step began.
         told_steps: that the loop had told when `sample` was taken. untold_steps: of this optimizer since then.
         is_stepping: it is in a step: what it writes was not noted yet.
         is_captured: a CUDA graph recorded a step of it since its writes were noted.
-        sample: of its largest tensor at that time: a load changes all of them.
-            slices: of all its tensors, by device.
         before: samples of its tensors before a step after which its states are looked at, by name.
         states: samples of its states when looked at last, and how much they were like their parameter when looked at
-            first, by names of parameter and state.
-        siblings: records of optimizers that hold some of the same tensors.
-        renormed: tensors that forward passes shorten: only a change beyond FAR is one.
+            first, by names of parameter and state. siblings: records of optimizers that hold some of the same tensors.
     """
 
     tensors: dict[str, Tensor]

@@ -21,11 +21,7 @@ def announce_pause(
 ) -> Iterator[None]:
     """Announce a pause for the time of the block; in one inside another, the inner one counts.
 
-    Args:
-        session: with the daemon; None: nobody to tell. activity: for people; limit_s: the longest time without a step.
-        before: called on the way in.
-
-    Raises LearnerError: the limit is no time.
+    limit_s: the longest time without a step. before: called on the way in. Raises LearnerError: the limit is no time.
     """
     if not 0.0 < limit_s < math.inf:
         raise LearnerError(f"busy({activity!r}, at_most_s={limit_s!r}): give the seconds after which it hangs")

@@ -44,9 +44,7 @@ _Handler = Callable[[int, FrameType | None], object]
 class TerminateFlag:
     """SIGTERM asks the loop to end at a boundary. Handlers of the script are called as well.
 
-    Attributes:
-        is_set: SIGTERM came, or the script leaves its loop for another stop signal.
-        note: called at each such signal, in its handler.
+    is_set: it came, or the script leaves its loop for another stop signal. note: called at each, in its handler.
     """
 
     def __init__(self) -> None:
@@ -87,9 +85,9 @@ class TerminateFlag:
         return self._set_s is not None or time.monotonic() - self._stop_s < STOP_LASTS_S
 
     def is_orderly(self, error: BaseException, *, is_alone: bool) -> bool:
-        """Whether a block that this ends is left in order; a handler of a stop signal exits with any code.
+        """Whether a block that this ends is left in order: a stop signal's handler exits with any code.
 
-        is_alone: there are no other ranks, which may be in the middle of a step.
+        is_alone: no other rank may be in the middle of a step.
         """
         is_stop = is_alone and error is self._exit
         return is_stop or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
@@ -105,9 +103,8 @@ class TerminateFlag:
 
     def is_late(self) -> bool:
         """Whether a stop signal has come, and so long ago that this process must be about to end."""
-        return (
-            self.is_set and time.monotonic() >= (self._stop_s if self._set_s is None else self._set_s) + self._grace_s()
-        )
+        begun_s = self._stop_s if self._set_s is None else self._set_s
+        return self.is_set and time.monotonic() >= begun_s + self._grace_s()
 
     @staticmethod
     def _grace_s() -> float:
@@ -166,7 +163,7 @@ class LearnerPlace:
         """Be this process's learner. Raises LearnerError: it has one, or is a child of one."""
         pid = os.getpid()
         is_child = self._is_child()
-        own_start = _start_of(pid)
+        own_start = start_of(pid)
         # Nothing is waited for from here to the mark: two threads may come at once.
         if LearnerPlace.pid == pid:
             raise LearnerError(
@@ -187,7 +184,7 @@ class LearnerPlace:
     def _is_child() -> bool:
         number, _, start = os.environ.get(LEARNER_VARIABLE, "").partition(" ")
         # A child that a shell has started in the background has lost its parent: only the variable tells.
-        is_below = number.isdecimal() and int(number) != os.getpid() and _start_of(int(number)) == start != ""
+        is_below = number.isdecimal() and int(number) != os.getpid() and start_of(int(number)) == start != ""
         return is_below or getattr(multiprocessing.current_process(), "_inheriting", False)
 
     @classmethod
@@ -207,12 +204,7 @@ class LearnerPlace:
             os.environ.pop(LEARNER_VARIABLE, None)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether there is such a process."""
-    return bool(_start_of(pid))
-
-
-def _start_of(pid: int) -> str:
+def start_of(pid: int) -> str:
     """When the process that has this number now was started; empty if there is none."""
     process = process_of(pid)
     return "" if process is None else f"{process.start_ticks} {process.boot}"

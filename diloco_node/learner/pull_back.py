@@ -110,11 +110,7 @@ class _Verdict:
 
 
 class PullBackCheck:
-    """Use `begin` when a version was applied, `look` at each boundary before anything is applied.
-
-    Attributes:
-        fault: what was found, in words; empty before.
-    """
+    """Use `begin` when a version was applied, `look` at each boundary before anything is. fault: in words, or empty."""
 
     def __init__(self, tensors: ModelTensors, fragments: int) -> None:
         self.fault = ""

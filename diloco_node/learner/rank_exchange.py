@@ -21,10 +21,7 @@ from diloco_node.learner.ranks import among_ranks
 
 
 class RankExchange:
-    """The exchange of fragments between rank 0 and the others.
-
-    group: Gloo, of all ranks. rank: this one's. shards: who holds what. manifest: how the model is cut.
-    """
+    """The exchange of fragments between rank 0 and the others, on a Gloo group of all ranks."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, shards: ShardMap, manifest: Manifest) -> None:
         self._group = group
@@ -42,12 +39,7 @@ class RankExchange:
 
     @among_ranks()
     def gather(self, index: int, vector: Tensor) -> Tensor | None:
-        """Rank 0 gets the whole fragment.
-
-        vector: shape (owned size,), float32, CPU: what this rank owns.
-
-        Returns: shape (fragment.size,), on rank 0.
-        """
+        """Rank 0 gets the whole fragment, shape (fragment.size,); vector: what this rank owns, float32, CPU."""
         if self._rank:
             if vector.numel():
                 dist.send(vector, 0, group=self._group)
@@ -83,11 +75,9 @@ class RankExchange:
 
     @among_ranks()
     def scatter(self, index: int, whole: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Every rank gets its part of a fragment.
+        """Every rank gets the values of a fragment that it owns, and those that it follows: float32, CPU.
 
         whole: shape (fragment.size,), float32, CPU, on rank 0; may become a part of what is returned.
-
-        Returns: the values that this rank owns, and those that it follows: float32, CPU.
         """
         primary, replica = self._owned[index][self._rank], self._followed[index][self._rank]
         if self._is_copied[index]:
@@ -107,12 +97,7 @@ class RankExchange:
 
     @among_ranks()
     def share_anchor(self, index: int, anchor: Tensor) -> Tensor:
-        """Followers get from owners what their own steps are measured from.
-
-        anchor: shape (owned size,): the anchor of what this rank owns.
-
-        Returns: shape (followed size,): of what it follows.
-        """
+        """Followers get from owners what own steps are measured from: shape (followed size,) for (owned size,)."""
         replica_values = host_values(self._followed[index][self._rank].size)
         if self._is_copied[index]:
             dist.broadcast(replica_values if self._rank else anchor, 0, group=self._group)

@@ -9,7 +9,6 @@ that no GPU is waited for. Nothing is pickled.
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,15 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diloco_node.errors import LearnerError
-from diloco_node.wire.learner_link import (
-    TO_LEARNER,
-    ShardsGiven,
-    SnapshotRequested,
-    ToLearner,
-    VersionOffered,
-    frame,
-    take_frames,
-)
+from diloco_node.wire.learner_link import TO_LEARNER, ToLearner, frame, take_frames
 
 PART_UNITS: Final = 1 << 32
 
@@ -42,31 +33,8 @@ WAITING: Final = b"?"
 PATIENCE: Final = timedelta(minutes=30)
 """For ranks in one step, at least: rank 0 may evaluate meanwhile. The connection of a rank that dies ends at once."""
 
-_HEAD: Final = 10
-"""Integers of the vector before those of each fragment."""
-
-_ORDERS_HEAD: Final = struct.Struct("<?q")
-"""Orders that are no messages: `wants_initial_state`, `carry_steps_limit`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Orders:
-    """The daemon's orders for one boundary: at most one per fragment.
-
-    Attributes:
-        requests, offers: by fragment, ascending. wants_initial_state: Theta_0 of this learner.
-        deal: the shards of the data, where they are others than before.
-        carry_steps_limit: where it is another than before; else 0.
-    """
-
-    requests: tuple[SnapshotRequested, ...] = ()
-    offers: tuple[VersionOffered, ...] = ()
-    wants_initial_state: bool = False
-    deal: ShardsGiven | None = None
-    carry_steps_limit: int = 0
-
-
-NO_ORDERS: Final = Orders()
+Orders = tuple[ToLearner, ...]
+"""Messages that all ranks carry out at one boundary, in this order; at most one request or offer for a fragment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +129,7 @@ class Ranks:
         return self.size == 1 or dist.is_initialized()
 
     def have_daemon(self, socket: str) -> bool:
-        """Whether rank 0 has a daemon's `socket`; "" for none. All ranks call it.
-
-        Raises LearnerError: only another rank has one.
-        """
+        """Whether rank 0 has a daemon's `socket`. All ranks call it. Raises LearnerError: only another one has."""
         flags = [bool(flag) for flag in self.all_bytes(b"1" if socket else b"")]
         if any(flags) and not flags[0]:
             raise LearnerError(
@@ -174,47 +139,37 @@ class Ranks:
         return flags[0]
 
     def agree(self, boundary: Boundary, *, fragments: int) -> Boundary:
-        """Add up what the ranks bring to a boundary.
+        """Add up what the ranks bring to a boundary of P fragments. Raises LearnerError: another rank is gone.
 
-        Args:
-            boundary: `tokens`, `is_stopping`, `arrived`, `is_idle`, `written_step` and `wants_end` of this rank. Rank 0
-                fills in the others.
-            fragments: P.
-
-        Raises LearnerError: another rank is gone.
+        boundary: of each rank `tokens`, `is_stopping`, `arrived`, `is_idle`, `written_step` and `wants_end`; the others
+        are rank 0's.
         """
         if self.size == 1:
             return boundary
         # Whole numbers are added up without rounding; 0 stands for None.
-        units = 0 if boundary.part is None else 1 + round(boundary.part * PART_UNITS)
-        wishes = (boundary.has_orders, boundary.wants_checkpoint)
         head = (
             boundary.tokens,
             boundary.is_stopping,
+            boundary.has_orders,
+            boundary.wants_checkpoint,
             boundary.global_step,
-            units,
-            *wishes,
+            0 if boundary.part is None else 1 + round(boundary.part * PART_UNITS),
             boundary.is_idle,
             1 + boundary.written_step,
             boundary.wants_end,
             boundary.is_held,
         )
-        values = torch.tensor([int(value) for value in head] + [0] * fragments, device="cpu")
-        for index in boundary.arrived:
-            values[_HEAD + index] = 1
+        values = torch.tensor([*map(int, head), *(int(f in boundary.arrived) for f in range(fragments))], device="cpu")
         with among_ranks():
             dist.all_reduce(values, group=self._group)
-        totals = values.tolist()
-        tokens, stops, global_step, units, has_orders, wants_checkpoint, idle, written_step, ends, holds = totals[
-            :_HEAD
-        ]
+        tokens, stops, orders, wishes, step, units, idle, written_step, ends, holds, *counts = values.tolist()
         return Boundary(
             tokens,
             stops > 0,
-            has_orders > 0,
-            wants_checkpoint > 0,
-            tuple(f for f, count in enumerate(totals[_HEAD:]) if count == self.size),
-            global_step,
+            orders > 0,
+            wishes > 0,
+            tuple(f for f, count in enumerate(counts) if count == self.size),
+            step,
             (units - 1) / PART_UNITS if units else None,
             idle == self.size,
             boundary.written_step if written_step == self.size * (1 + boundary.written_step) else -1,
@@ -223,34 +178,14 @@ class Ranks:
         )
 
     def share_orders(self, orders: Orders) -> Orders:
-        """Give rank 0's orders to every rank; the others' are ignored. All ranks have agreed that there are some.
-
-        Raises LearnerError: another rank is gone.
-        """
+        """Give rank 0's orders, of which all know that there are some, to every rank. Raises as `share_bytes`."""
         if self.size == 1:
             return orders
-        messages: list[ToLearner] = [*orders.requests, *orders.offers]
-        if orders.deal is not None:
-            messages.append(orders.deal)
-        frames = b"".join(frame(TO_LEARNER.encode(message)) for message in messages)
-        body = self.share_bytes(_ORDERS_HEAD.pack(orders.wants_initial_state, orders.carry_steps_limit) + frames)
-        wants_initial_state, carry_steps_limit = _ORDERS_HEAD.unpack_from(body)
-        shared = [TO_LEARNER.decode(frame_body) for frame_body in take_frames(bytearray(body[_ORDERS_HEAD.size :]))]
-        return Orders(
-            tuple(message for message in shared if isinstance(message, SnapshotRequested)),
-            tuple(message for message in shared if isinstance(message, VersionOffered)),
-            wants_initial_state,
-            next((message for message in shared if isinstance(message, ShardsGiven)), None),
-            carry_steps_limit,
-        )
+        body = self.share_bytes(b"".join(frame(TO_LEARNER.encode(order)) for order in orders))
+        return tuple(TO_LEARNER.decode(order) for order in take_frames(bytearray(body)))
 
     def meet(self, call: str) -> None:
-        """Wait for all ranks to come to the same call, for a bounded time.
-
-        call: as the loop writes it.
-
-        Raises LearnerError: a rank does not come.
-        """
+        """Wait for all ranks to come to the same call, for a bounded time. Raises LearnerError: one does not come."""
         if self.size == 1:
             return
         with among_ranks():
@@ -277,10 +212,7 @@ class Ranks:
         self.share_bytes(WAITING)
 
     def share_late(self, data: bytes) -> bytes:
-        """The bytes of rank 0, which may come after hours; it calls `say_wait` meanwhile.
-
-        Raises LearnerError: a rank is gone.
-        """
+        """The bytes of rank 0, which may come after hours; it calls `say_wait` meanwhile. Raises as `share_bytes`."""
         while (body := self.share_bytes(data)) == WAITING:
             pass
         return body

@@ -28,10 +28,7 @@ EVERY_STEPS: Final = 1024
 
 
 class ReplicaCheck:
-    """Compares a few values of some tensors that several ranks hold, after steps 1, 2, 4, ... and each `EVERY_STEPS`.
-
-    tensors: of this rank. shards: who holds what.
-    """
+    """Compares some values of tensors that several ranks hold, after steps 1, 2, 4, ... and each `EVERY_STEPS`."""
 
     def __init__(self, tensors: ModelTensors, shards: ShardMap) -> None:
         self._tensors = tensors
@@ -45,14 +42,7 @@ class ReplicaCheck:
         self._first = self._first or self._rows()
 
     def check(self, step: int, greatest: Callable[[Tensor], Tensor]) -> None:
-        """Compare, if it is time to. All ranks call it.
-
-        Args:
-            step: the number of the step that was made.
-            greatest: of each value, over all ranks.
-
-        Raises LearnerError: copies have come apart.
-        """
+        """Compare, if it is time to. All ranks call it. Raises LearnerError: copies have come apart."""
         if not self._first or (step & (step - 1) and step % EVERY_STEPS):
             return
         # What a rank does not hold is less than all numbers; the greatest of -x is the least of x.

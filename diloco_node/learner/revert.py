@@ -12,7 +12,8 @@ of each is, `learner.pull_back` finds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,7 +26,7 @@ from diloco_node.learner.layouts.page_locked import page_locked
 from diloco_node.learner.layouts.shard_map import LocalFragment
 from diloco_node.learner.layouts.slab_values import host_values
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.pull_back import PullBackCheck
+from diloco_node.learner.pull_back import LEADS_BACK, PullBackCheck
 
 CLOSER: Final = 0.5
 """Reverted means: the parameters are less than half as far from where they were before as from the version."""
@@ -36,9 +37,6 @@ VALUES_MIN: Final = 16
 VERSIONS_REVERTED: Final = 3
 """So many in a row, with none that stayed."""
 
-LEADS_BACK: Final = 0.5
-"""The gradient explains the way back if the cosine between it and the version's move is larger than this."""
-
 LOOKS_MAX: Final = 64
 """After so many versions nothing more is to be found out."""
 
@@ -47,11 +45,7 @@ _NUMBERS: Final = 7
 
 @dataclass(slots=True)
 class _Trial:
-    """A version that was applied, and what is looked at.
-
-    Attributes:
-        before, after: samples of the parameters, on their device. look: on its way; None until one was begun.
-    """
+    """A version that was applied, samples of the parameters before and after, and the look at it that is on its way."""
 
     local: LocalFragment
     before: Tensor
@@ -60,14 +54,13 @@ class _Trial:
 
 
 class RevertCheck:
-    """Use around applies: `before`, `after`, and `verify` at the next boundary, until one check was conclusive."""
+    """Use `around` applies, and `verify` at the next boundary, until one check was conclusive."""
 
     def __init__(self, tensors: ModelTensors, fragments: int) -> None:
         self._tensors = tensors
         self._pull_back = PullBackCheck(tensors, fragments)
         # Once True the fault of `_pull_back` was told.
         self._has_warned = False
-        self._before: dict[int, Tensor] = {}
         # By fragment the version applied last, if it moved anything.
         self._pending: dict[int, _Trial] = {}
         # Per fragment where its look arrives.
@@ -76,18 +69,15 @@ class RevertCheck:
         self._reverted = 0
         self._is_done = False
 
-    def before(self, local: LocalFragment) -> None:
-        """Sample this rank's part of a fragment, just before a version is applied to it."""
-        if not self._is_done or self._pull_back.wants(local.index):
-            self._before[local.index] = self._tensors.sample(local)
-        else:
+    @contextmanager
+    def around(self, local: LocalFragment) -> Iterator[None]:
+        """Within it a version is applied to this rank's part of a fragment, which is sampled before and after."""
+        if self._is_done and not self._pull_back.wants(local.index):
             self._pull_back.pass_over(local.index)
-
-    def after(self, local: LocalFragment) -> None:
-        """It has been."""
-        before = self._before.pop(local.index, None)
-        if before is None:
+            yield
             return
+        before = self._tensors.sample(local)
+        yield
         after = self._tensors.sample(local)
         self._pull_back.begin(local, before, after)
         if not self._is_done:
@@ -111,10 +101,7 @@ class RevertCheck:
         )
 
     def verify(self) -> None:
-        """At the next boundary, before anything is applied: are the applied values still there?
-
-        Raises LearnerError: they were reverted, `VERSIONS_REVERTED` times.
-        """
+        """Look whether applied values are still there. Raises LearnerError: not, `VERSIONS_REVERTED` times."""
         self._pull_back.look()
         for index, trial in list(self._pending.items()):
             if trial.look is None:

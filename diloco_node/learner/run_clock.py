@@ -38,11 +38,7 @@ class StepTimer:
 
 
 class _Advance:
-    """A figure of the run that never goes back.
-
-    Attributes:
-        value: now, as far as this learner knows. value_max: it goes no further.
-    """
+    """A figure of the run that never goes back, nor beyond `value_max`. value: now, as far as this learner knows."""
 
     def __init__(self, value: float, share: float, *, share_max: float, value_max: float) -> None:
         self.value = value

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -134,7 +134,21 @@ def _schedule_rates(begins: tuple[Any, Any], lr: Any) -> tuple[float, float, flo
 
 def lowers_rates(component: Any) -> bool:
     """Whether a part of `stateful` lowers a group's rate where it stands, and nothing else says by how much."""
-    return isinstance(getattr(component, "scheduler", component), lr_scheduler.ReduceLROnPlateau)
+    return isinstance(below_wrapper(component), lr_scheduler.ReduceLROnPlateau)
+
+
+def below_wrapper(component: Any) -> Any:
+    """The schedule that a wrapper, such as Accelerate's, has the state of; of anything else itself."""
+    return getattr(component, "scheduler", component)
+
+
+def schedules_of(components: Iterable[Any]) -> list[lr_scheduler.LRScheduler]:
+    """Return torch's schedules among parts of a loop, below wrappers, and inside of each other."""
+    schedules: list[lr_scheduler.LRScheduler] = []
+    for schedule in map(below_wrapper, components):
+        if isinstance(schedule, lr_scheduler.LRScheduler):
+            schedules += [schedule, *schedules_of(getattr(schedule, "_schedulers", ()))]
+    return schedules
 
 
 def is_same(old: Any, own: Any) -> bool:
@@ -145,11 +159,8 @@ def is_same(old: Any, own: Any) -> bool:
 
 
 def place_schedule(schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that `schedule.load_state_dict` is to be given: its own settings at a checkpoint's position.
-
-    schedule: any, also in a wrapper; one that is not torch's gets all of the state. state: from the checkpoint.
-    """
-    schedule = getattr(schedule, "scheduler", schedule)  # Accelerate's wrapper has the state of what it wraps
+    """Return what a schedule is to load: its own settings at a checkpoint's position; if it is not torch's, all."""
+    schedule = below_wrapper(schedule)
     if not isinstance(schedule, lr_scheduler.LRScheduler):
         return state
     own = schedule.state_dict()
@@ -176,16 +187,14 @@ def tell_changes(changes: Changes, label: str = "optimizer") -> None:
 
 
 class KeptSchedule:
-    """A schedule that is not torch's, as a part of `stateful`: nobody knows which of its state are settings.
+    """A schedule that is not torch's, or a wrapper of it, as a part of `stateful`: which of its state are settings?
 
     A value that the script makes otherwise than it did for the schedule of the checkpoint is one, unless it has moved
     since: then it is a position.
-
-    component: the schedule, or a wrapper of it.
     """
 
     def __init__(self, component: Any) -> None:
-        self.scheduler = getattr(component, "scheduler", component)
+        self.scheduler = below_wrapper(component)
         self._component = component
         self._script: dict[str, Any] = {}
         with contextlib.suppress(Exception):  # a checkpoint tells of it
@@ -218,7 +227,7 @@ class KeptSchedule:
 
 def as_schedule(component: Any) -> Any:
     """Return a part of `stateful`, as a `KeptSchedule` if it is a schedule that is not torch's."""
-    schedule = getattr(component, "scheduler", component)
+    schedule = below_wrapper(component)
     is_own = isinstance(schedule, lr_scheduler.LRScheduler) and type(schedule).__module__ != lr_scheduler.__name__
     strangers = lr_scheduler.LRScheduler | torch.optim.Optimizer | torch.nn.Module
     if isinstance(getattr(schedule, "optimizer", None), torch.optim.Optimizer) and not isinstance(schedule, strangers):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -138,7 +138,7 @@ def _keep_groups(groups: list[dict[str, Any]], members: list[dict[str, Any]], op
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
-    """Several optimizers as one: a step is a step of each, and their groups and states stand one after the other."""
+    """Several optimizers as one for a checkpoint: their groups and states stand one after the other."""
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         self.parts = tuple(members)
@@ -148,17 +148,6 @@ class SeveralOptimizers(torch.optim.Optimizer):
     def _share_groups(self) -> None:
         """The groups are those of the parts, so that a learning rate set here is set there."""
         self.param_groups = [group for member in self.parts for group in member.param_groups]
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make a step of each."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for member in self.parts:
-            member.step()
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """As of one optimizer with the parameters of all, numbered in that order."""

@@ -41,10 +41,7 @@ class RowRange:
 
 
 class ShardOrder:
-    """The order of the rows, and the position in each shard.
-
-    Args:
-        rows: of the run, all shards together. seed: the same on all ranks.
+    """The order of all rows of the run, and the position in each shard. seed: the same on all ranks.
 
     Attributes:
         sizes: rows of each shard, shape (SHARDS,), int64.
@@ -66,9 +63,8 @@ class ShardOrder:
     def advance(self, own: tuple[int, ...], count: int, starts: I64 | None = None) -> list[RowRange]:
         """Take the next rows; the positions stand after them.
 
-        Args:
-            own: the region's shards now. The same object while they are the same.
-            starts: shape (SHARDS,), int64: where a shard that comes is gone on; None: at the region's pass.
+        own: the region's shards now; the same object while they are the same.
+        starts: shape (SHARDS,), int64: where a shard that comes is gone on; None: at the region's pass.
 
         Raises ConfigError: they have no row.
         """

@@ -1,70 +1,30 @@
-"""Snapshots of one fragment, and versions on their way: what is known of each, and the memory that they lie in."""
+"""Snapshots of one fragment, and versions on their way: what is known of each, and of all."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Final
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from diloco_node.core.types import Contribution, FragmentPosition
+from diloco_node.core.types import CarryMode, Codec, Contribution
 from diloco_node.learner.late_looks import LateLook
-from diloco_node.learner.layouts.device import Room
-from diloco_node.learner.region_shards import HERE
-from diloco_node.wire.learner_link import SnapshotDenied, SnapshotReady, SnapshotRequested, VersionOffered
-
-SPARE_ROOMS: Final = 2
-"""Kept for the next snapshots: as many rounds are in flight by default. When more were, as after ballots that failed,
-the memory of the others is given back."""
+from diloco_node.learner.layouts.device import Encoder, Room
+from diloco_node.wire.learner_link import SnapshotDenied, SnapshotReady, VersionOffered
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotFacts:
-    """The name of a snapshot, and the steps and tokens that it covers.
+class FragmentSettings:
+    """Facts that the Welcome of the daemon fixes, by its names, and which processor encodes."""
 
-    Attributes:
-        version, base_version: of the request. rows: as `Contribution.rows`.
-    """
-
-    number: int
-    fragment: int
-    version: int
-    base_version: int
-    step_from: int
-    step: int
-    tokens_from: int
-    tokens: int
-    rows: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls, request: SnapshotRequested, position: FragmentPosition, *, number: int, step: int, tokens: int
-    ) -> SnapshotFacts:
-        """Name the snapshot that is taken now, at this step, for a fragment that stands at this position."""
-        rows = HERE.rows(request.fragment, step)
-        where = (position.included_step, step, position.included_tokens, tokens)
-        return cls(number, request.fragment, request.version, request.base_version, *where, rows)
-
-    def contribution(self, learner: str, incarnation: int, squared_norms: Sequence[float]) -> Contribution:
-        """Return the contribution that it becomes when it is encoded."""
-        return Contribution(
-            learner=learner,
-            incarnation=incarnation,
-            fragment=self.fragment,
-            base_version=self.base_version,
-            snapshot=self.number,
-            step_from=self.step_from,
-            step_to=self.step,
-            tokens=self.tokens - self.tokens_from,
-            squared_norms=tuple(squared_norms),
-            rows=self.rows,
-        )
+    region: str
+    incarnation: int
+    codec_up: Codec
+    carry: CarryMode
+    carry_steps_limit: int
+    encode: Encoder = "host"
 
 
 @dataclass(slots=True)
@@ -72,6 +32,8 @@ class HeldSnapshot:
     """S: the parameters of one fragment at a step boundary, until a version resolves it.
 
     Attributes:
+        version: of the request. contribution: what it becomes; its norms are known when it is encoded.
+        tokens: of this incarnation, at that boundary.
         values: shape (owned size,), float32, CPU; the first part of `buffer`, which comes from the rooms.
         fetch: done when they have come from the device, with the room that is still needed; None without a device.
         looks: at the model, ordered before, that were not judged yet: what they refuse is not sent. refusal: why.
@@ -79,7 +41,9 @@ class HeldSnapshot:
         encoded: set by the encoder after `answer`.
     """
 
-    facts: SnapshotFacts
+    version: int
+    contribution: Contribution
+    tokens: int
     values: Tensor
     buffer: Tensor
     fetch: Future[Room | None] | None = None
@@ -94,10 +58,7 @@ class HeldSnapshot:
         return None if fetch is None else fetch.result()
 
     def refuse(self) -> bool:
-        """Wait for the looks, and spoil values that they refuse: so the rank that encodes hears of looks on others.
-
-        Returns whether it did.
-        """
+        """Wait for the looks, and spoil what they refuse: so the rank that encodes hears of it. Whether they do."""
         self.refusal = next(filter(None, [look.refusal() for look in self.looks]), "")
         if self.refusal:
             self.values.fill_(math.nan)
@@ -122,35 +83,3 @@ class ComingVersion:
     anchor_followed: Tensor | None = None
     room: Room | None = None
     arrived: threading.Event = field(default_factory=threading.Event)
-
-
-class SnapshotRooms:
-    """Memory for snapshots: what has been touched before is given out again, for copying into it is fast.
-
-    largest: values of the largest fragment.
-    """
-
-    def __init__(self, largest: int) -> None:
-        self._largest = largest
-        self._free = [host_room(largest) for _ in range(SPARE_ROOMS)]
-
-    def __len__(self) -> int:
-        return len(self._free)
-
-    def take(self) -> Tensor:
-        """Shape (largest,), float32, CPU; what is in it is of no use."""
-        return self._free.pop() if self._free else host_room(self._largest)
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Nobody reads it any more."""
-        if len(self._free) < SPARE_ROOMS:
-            self._free.append(buffer)
-
-
-def host_room(size: int) -> Tensor:
-    """Zeros, shape (size,), float32, on the CPU.
-
-    From numpy: it asks the kernel for huge pages, torch does not. Copies and encoding take a quarter less time with
-    them.
-    """
-    return torch.from_numpy(np.zeros(size, np.float32))

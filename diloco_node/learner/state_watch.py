@@ -18,10 +18,7 @@ MARKS: Final = ("base_lrs", "min_lrs", "_milestones")
 
 
 class StateWatch:
-    """The watch over what a loop empties or loads of a kept state. Each kind of change is told once.
-
-    optimizers, schedules: whose state a checkpoint keeps. warn: tells people.
-    """
+    """The watch over what a loop empties or loads of a kept state. Each kind of change is told once."""
 
     def __init__(
         self,
@@ -68,16 +65,6 @@ class StateWatch:
                     "its position is that which was loaded and not this learner's, at each start. Load before attach()"
                 )
                 break
-
-
-def schedules_of(components: Iterable[Any]) -> list[LRScheduler]:
-    """Return torch's schedules among parts of a loop, below wrappers such as Accelerate's, and inside of each other."""
-    schedules: list[LRScheduler] = []
-    for component in components:
-        schedule = getattr(component, "scheduler", component)
-        if isinstance(schedule, LRScheduler):
-            schedules += [schedule, *schedules_of(getattr(schedule, "_schedulers", ()))]
-    return schedules
 
 
 def _fill(optimizer: torch.optim.Optimizer) -> tuple[int, int]:

@@ -40,10 +40,7 @@ _VALUES: Final = methodcaller("values")
 
 
 class TensorForms:
-    """Types and shapes as they are when this is made.
-
-    tensors: kept.
-    """
+    """Types and shapes as they are when this is made. The tensors are kept."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = tuple(tensors)
@@ -165,9 +162,7 @@ def sample_of(tensor: Tensor) -> Tensor:
 class SliceReader:
     """Reads SLICE_VALUES neighbouring values in the middle of each tensor, in one call a device while all stay there.
 
-    Left out are tensors with gaps in their memory.
-
-    tensors: kept.
+    The tensors are kept. Left out are those with gaps in their memory.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

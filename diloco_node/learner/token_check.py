@@ -28,12 +28,7 @@ STEP_TOKENS_MAX: Final = 1 << 40
 
 
 class TokenCount:
-    """Token ids in the batches so far.
-
-    Attributes:
-        tokens: their number; 0 if the batches hold no integers of two dimensions.
-        item_bytes: bytes of one.
-    """
+    """Token ids in the batches so far: 0 if these hold no integers of two dimensions. item_bytes: of an id."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -48,10 +43,7 @@ class TokenCount:
 
 
 class TokenCheck:
-    """A comparison of the tokens that a loop tells with those of its batches.
-
-    sources: what may have a `token_count`: the objects that the loop's checkpoint keeps, or the callback.
-    """
+    """A comparison of the tokens that a loop tells with the `token_count` of its data, or of its callback."""
 
     def __init__(self, sources: Iterable[object]) -> None:
         counts = [getattr(source, "token_count", None) for source in sources]
@@ -59,11 +51,7 @@ class TokenCheck:
         self._steps = self._tokens = 0
 
     def step(self, tokens: int, *, total: int, ranks: int, warn: Callable[[str], None]) -> None:
-        """Take what the loop tells of a step; warn once if it is too much, or nothing.
-
-        total: that all ranks told so far. ranks: of the region. warn: shows the text in the log, and in the region's
-        status where there is a daemon.
-        """
+        """Take what the loop tells of a step; warn once if it is too much, or nothing. total: told by all ranks."""
         self._steps += 1
         self._tokens += tokens
         if self._steps == ZERO_STEPS and not total:

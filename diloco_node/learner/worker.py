@@ -18,11 +18,7 @@ THREAD_POLL_S: Final = 0.5
 
 
 class BackgroundWorker:
-    """A thread that carries and encodes, in the order of the calls.
-
-    Attributes:
-        disk: another thread; it makes counters durable while this one encodes.
-    """
+    """A thread that carries and encodes, in the order of the calls. disk: another one, for counters on the disk."""
 
     def __init__(self) -> None:
         self.disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="diloco-counters")

@@ -15,7 +15,7 @@ from diloco_node.errors import BindError, ConfigError
 from diloco_node.lab.demo.region_processes import free_ports
 from diloco_node.learner.attach import ON_SPIKE_VARIABLE
 from diloco_node.learner.builtin.trainer import SETTINGS_VARIABLE, TrainerSettings, read_settings_file, settings_from
-from diloco_node.learner.fragment_settings import ENCODER_VARIABLE
+from diloco_node.learner.daemon_session import ENCODER_VARIABLE
 from diloco_node.main import main
 from diloco_node.supervisor.preload import forkable_command
 from diloco_node.supervisor.supervisor import run_supervisor

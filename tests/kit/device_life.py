@@ -15,12 +15,13 @@ from torch import nn
 from diloco_node.core.merge.fragments import Manifest, build_manifest
 from diloco_node.core.types import CarryMode, Codec, Contribution
 from diloco_node.learner.contribution_area import area_sizes
-from diloco_node.learner.fragment_settings import Encoder, FragmentSettings
+from diloco_node.learner.layouts.device import Encoder
 from diloco_node.learner.layouts.shard_map import ShardMap, agreed, describe
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.pull_back import VERSIONS_MAX
 from diloco_node.learner.rank_exchange import RankExchange
+from diloco_node.learner.snapshots import FragmentSettings
 from diloco_node.wire.learner_link import (
     NO_SNAPSHOT,
     SnapshotReady,

@@ -14,9 +14,10 @@ from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import CarryMode, Codec
 from diloco_node.learner.contribution_area import area_sizes
-from diloco_node.learner.fragment_settings import FragmentSettings
+from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.local_fragments import Answer, LearnerFragments
+from diloco_node.learner.snapshots import FragmentSettings
 from diloco_node.wire.learner_link import (
     NO_SLOT,
     OfferApplied,
@@ -56,6 +57,7 @@ class Bench:
             tensors,
             self.manifest,
             settings,
+            shards=ShardMap(tensors.specs, [tensors.boxes]),
             version_area=self.version_area,
             contribution_area=self.contribution_area,
             answer=self.answers.put,

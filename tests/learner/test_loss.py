@@ -10,7 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from diloco_node.errors import LearnerError  # noqa: E402
-from diloco_node.learner import loss as loss_module  # noqa: E402
 from diloco_node.learner.loss import LateLoss, finite  # noqa: E402
 
 
@@ -81,7 +80,7 @@ class Event:
 def _fake_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
     monkeypatch.setattr(Event, "made", [])
-    monkeypatch.setattr(loss_module.torch, "empty", lambda *given, pin_memory, **how: empty(*given, **how))
+    monkeypatch.setattr(torch, "empty", lambda *given, pin_memory, **how: empty(*given, **how))
     for module in (torch.cuda, torch.xpu):
         monkeypatch.setattr(module, "Event", Event)
         monkeypatch.setattr(module, "current_stream", lambda device: f"of {device}")

@@ -48,10 +48,8 @@ class Training:
         """A version half the way between this region and another one, which stands at a distance of about `way`."""
         before = self.model.weight.detach().clone()
         move = way * (0.7 * (self.goals[1].T - before) / SIZE + 0.05 * self.draw(SIZE, SIZE))
-        self.check.before(self.fragment)
-        with torch.no_grad():
+        with self.check.around(self.fragment), torch.no_grad():
             self.model.weight.copy_(before + move)
-        self.check.after(self.fragment)
 
     def merges_until_found(self, merges: int, *, every: int, way: float) -> int | None:
         for merge in range(merges):

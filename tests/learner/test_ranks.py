@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from diloco_node.errors import LearnerError
-from diloco_node.learner.ranks import PATIENCE, Boundary, Orders, Ranks, _new_group, among_ranks
+from diloco_node.learner.ranks import PATIENCE, Boundary, Ranks, _new_group, among_ranks
 from diloco_node.wire.learner_link import (
+    SettingsChanged,
     ShardsGiven,
     SnapshotRequested,
     VersionOffered,
@@ -46,16 +47,15 @@ def test_orders_are_on_the_way_what_they_were(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dist, "broadcast", lambda values, source, group: sent.append(values))
     ranks = Ranks()
     ranks.size = 2
-    orders = Orders(
-        (SnapshotRequested(0, 5, 4), SnapshotRequested(3, 1, 0)),
-        (VersionOffered(1, 7, -1), VersionOffered(2, 0, 0, is_last=True), VersionOffered(4, 9, 8)),
-        wants_initial_state=True,
+    orders = (
+        ShardsGiven(3, (1, 5), (0, -1)),
+        SettingsChanged(16, 96),
+        *(VersionOffered(1, 7, -1), VersionOffered(2, 0, 0, is_last=True), VersionOffered(4, 9, 8)),
+        *(SnapshotRequested(0, 5, 4), SnapshotRequested(3, 1, 0)),
     )
     assert ranks.share_orders(orders) == orders
-    assert ranks.share_orders(Orders()) == Orders()
-    assert [values.dtype for values in sent] == [torch.int64, torch.uint8] * 2
-    shards = Orders(deal=ShardsGiven(3, (1, 5), (0, -1)), carry_steps_limit=96)
-    assert ranks.share_orders(shards) == shards
+    assert [values.dtype for values in sent] == [torch.int64, torch.uint8]
+    assert ranks.share_orders(()) == ()
 
 
 def test_one_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_one_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (ranks.size, ranks.is_first) == (1, True)
     own = Boundary(5, True, has_orders=True, arrived=(3,), global_step=8, part=0.5)
     assert ranks.agree(own, fragments=4) == own
-    orders = Orders(offers=(VersionOffered(2, 7, -1),))
+    orders = (VersionOffered(2, 7, -1),)
     assert ranks.share_orders(orders) == orders
     ranks.meet("settle()")
     assert ranks.all_bytes(b"welcome") == [b"welcome"]

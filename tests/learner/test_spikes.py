@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.learner.spikes import FAR, IN_A_ROW, KEPT, SEEN_MIN, SpikeWatch
+from diloco_node.learner.loss_watch import FAR, IN_A_ROW, KEPT, SEEN_MIN, SpikeWatch
 
 
 def used_to(values: list[float]) -> SpikeWatch:

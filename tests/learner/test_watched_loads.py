@@ -101,11 +101,11 @@ def test_what_is_asked_for_after_a_look_waits_for_the_next_one(folder: Path, mon
 
         monkeypatch.setattr(ModelWatch, "check", check_and_ask)
         train(model, optimizer, diloco)
-        assert not fragments.arriving
+        assert not fragments.incoming
         assert diloco.versions == (0, 0)
         train(model, optimizer, diloco)
         assert looks == [False, True]
-        assert fragments.arriving or diloco.versions == (1, 0)
+        assert fragments.incoming or diloco.versions == (1, 0)
 
 
 def descend(model: nn.Module, lr: float = 0.01) -> None:

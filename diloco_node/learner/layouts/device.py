@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from torch import Tensor
 from diloco_node.codec.blocks import FIRST_VALUE, FragmentBlocks
 from diloco_node.core.types import BLOCK_VALUES, Codec
 from diloco_node.errors import LearnerError
-from diloco_node.learner.fragment_settings import Encoder
 from diloco_node.learner.layouts.block_rows import (
     LEVELS,
     EncodedRows,
@@ -51,6 +50,8 @@ ROOMS: Final = 2
 
 WITHOUT_STREAMS: Final = ("cpu", "mps", "meta")
 
+Encoder = Literal["host", "device"]
+
 log = logging.getLogger("diloco_node.learner")
 
 
@@ -58,11 +59,8 @@ log = logging.getLogger("diloco_node.learner")
 class Stretch:
     """The slabs of one fragment that lie on one device.
 
-    Attributes:
-        fragment: its number.
-        sizes: per slab its values, which lie side by side in the device's staging memory.
-        copies: (place in the fragment's vector, place in staging) of slabs that are neighbours in both.
-        size: values of all of them.
+    sizes: per slab its values, which lie side by side in the device's staging memory.
+    copies: (place in the fragment's vector, place in staging) of slabs that are neighbours in both.
     """
 
     device: torch.device
@@ -154,9 +152,7 @@ class DeviceLane:
 
     `pack` and `apply` are for the training thread, `send` for the worker.
 
-    Args:
-        tensors: the model's parameters.
-        down: by fragment, what is packed. up: by fragment, what versions are applied to.
+    down: by fragment, what is packed. up: by fragment, what versions are applied to.
     """
 
     def __init__(self, tensors: ModelTensors, down: Sequence[LocalFragment], up: Sequence[LocalFragment]) -> None:
@@ -181,23 +177,16 @@ class DeviceLane:
                     room.rows(stretch)
 
     @property
-    def free_down(self) -> int:
-        """Fragments that can be packed without more memory."""
-        return len(self._down)
-
-    @property
-    def free_up(self) -> int:
-        """Versions that can be sent without more memory."""
-        return len(self._up)
+    def free(self) -> tuple[int, int]:
+        """Fragments that can be packed, and versions that can be sent, without more memory."""
+        return len(self._down), len(self._up)
 
     # ---- down --------------------------------------------------------------------------------------------------------
 
     def pack(self, local: LocalFragment, out: Tensor, *, is_kept: bool = False) -> Future[Room | None]:
         """Order a copy of the values as they are now, behind what the loop has ordered; it is made when the future is.
 
-        Args:
-            out: shape (values,), float32, CPU; overwritten.
-            is_kept: the room stays as it is, for `encode` and `give_back`.
+        out: shape (values,), float32, CPU; overwritten. is_kept: the room stays, for `encode` and `give_back`.
         """
         check_not_capturing("call step() after each replay")
         room = self._down.popleft() if self._down else self._room(1, self._largest_down)
@@ -237,11 +226,7 @@ class DeviceLane:
     def encode(self, room: Room, base: Tensor, blocks: FragmentBlocks) -> dict[int, EncodedRows]:
         """Encode `base` minus what was packed, as far as devices can and have memory; waits. In the worker.
 
-        Args:
-            base: shape (values,), float32, CPU, page-locked.
-            blocks: of the fragment, of which this rank holds all.
-
-        Returns: by number of the piece, in the room's memory.
+        base: shape (values,), float32, CPU, page-locked. Returns: by number of the piece, in the room's memory.
         """
         if self._may_encode:
             try:
@@ -327,9 +312,7 @@ class DeviceLane:
 
     def apply(self, room: Room, *, is_anchored: bool, carry_factor: float) -> None:
         """Order the carry-over of what was sent, as `ModelTensors.shift`: in place, each operation rounded by itself.
-
-        is_anchored: whether own steps are kept; else the values are those of the version.
-        """
+        `is_anchored`: own steps are kept."""
         check_not_capturing("call step() after each replay")
         self._tensors.reshard()
         for stretch in room.stretches:
@@ -401,10 +384,7 @@ class LateNumbers:
     """A few numbers that are computed on a device, and read when they are there."""
 
     def __init__(self, numbers: Tensor, room: Tensor | None = None) -> None:
-        """Order the copy.
-
-        numbers: shape (k,). room: shape (at least k,), float32, page-locked, used until they were read; None: own.
-        """
+        """Order the copy of shape (k,). `room`: page-locked, float32, used until they were read; None: own."""
         self._numbers = numbers
         self._event = None
         if has_streams(numbers.device):
@@ -434,10 +414,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def encodes_there(devices: Collection[torch.device], codec: Codec, encode: Encoder, *, is_gathered: bool) -> bool:
-    """Whether contributions are encoded on the devices of the model; says why not, where that was asked for.
-
-    encode: `[learner] encode`. is_gathered: other ranks hold parts of the fragments.
-    """
+    """Whether contributions are encoded on the devices of the model; says why not, where that was asked for."""
     if encode != "device":
         return False
     reasons = {

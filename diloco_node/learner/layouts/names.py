@@ -52,10 +52,7 @@ def replicas_in(model: nn.Module) -> tuple[str, ...]:
 
 
 def plain_name(name: str, replicas: Sequence[str] = ()) -> str:
-    """Leave out wrappers, at every level.
-
-    replicas: of the model, as `replicas_in` returns them.
-    """
+    """Leave out wrappers, at every level. replicas: of the model, as `replicas_in` returns them."""
     name = _without(UNSAVED, name)
     for prefix in replicas:
         if name.startswith(prefix):
@@ -76,7 +73,7 @@ def by_plain_name(values: Mapping[str, V], model: nn.Module) -> dict[str, V]:
 
 
 def names_of(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Each parameter with all its names; several for a tied one, and for one of a module that stands at several places.
+    """Each parameter with all its names: of a tied one, or of one that stands at several places, several.
 
     Raises LearnerError: two parameters have one name.
     """

@@ -31,17 +31,19 @@ class Box:
         """Values in it."""
         return prod(self.sizes)
 
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """For the whole tensor."""
-        return tuple(slice(low, low + size) for low, size in zip(self.offsets, self.sizes, strict=True))
+    def slices(self, outer: Box) -> tuple[slice, ...]:
+        """Where it lies in a box around it."""
+        starts = [low - outer_low for low, outer_low in zip(self.offsets, outer.offsets, strict=True)]
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
-    def meets(self, box: Box) -> bool:
-        """Whether they have a value in common."""
-        return all(
-            max(low, start) < min(low + size, start + length)
-            for low, size, start, length in zip(self.offsets, self.sizes, box.offsets, box.sizes, strict=True)
-        ) and bool(self.volume and box.volume)
+    def common(self, box: Box) -> Box | None:
+        """The values that are in both; None: there are none."""
+        lows = tuple(map(max, self.offsets, box.offsets))
+        sizes = tuple(
+            min(low + size, box_low + box_size) - max(low, box_low)
+            for low, size, box_low, box_size in zip(self.offsets, self.sizes, box.offsets, box.sizes, strict=True)
+        )
+        return Box(lows, sizes) if all(size > 0 for size in sizes) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,6 @@ class Slab:
     """The values of one piece of a fragment that lie in one box.
 
     Attributes:
-        piece: of the fragment.
         inside: slices of the piece's values, seen as (rows of the piece, further axes of the tensor).
         local: the same values in the box.
         shape: of both.
@@ -91,12 +92,7 @@ class LocalFragment:
 class ShardMap:
     """The owners and holders of each box of each tensor.
 
-    Args:
-        tensors: the model's, with their global shapes.
-        held: by rank, the boxes that it holds of each tensor by name; empty ones are allowed.
-
-    Attributes:
-        ranks: how many.
+    holdings: by rank, the boxes that it holds of each tensor by name; empty ones are allowed.
 
     Raises LearnerError: boxes overlap without being equal, lie outside of their tensor, or leave a part of it to
     nobody.
@@ -156,10 +152,7 @@ class ShardMap:
 def describe(
     specs: Sequence[TensorSpec], boxes: Mapping[str, Sequence[Box]], marks: Mapping[str, str] | None = None
 ) -> bytes:
-    """Describe one rank's part of the model, as JSON.
-
-    marks: see `ModelTensors`.
-    """
+    """Describe one rank's part of the model, as JSON. marks: see `ModelTensors`."""
     marks = marks or {}
     entries = [
         [
@@ -175,12 +168,7 @@ def describe(
 
 
 def agreed(documents: Sequence[bytes]) -> tuple[tuple[TensorSpec, ...], ShardMap]:
-    """Put together what all ranks hold; each rank comes to the same.
-
-    documents: of `describe`, by rank.
-
-    Raises LearnerError: they do not make one model.
-    """
+    """Put together what all ranks `describe`; each comes to the same. Raises LearnerError: that is no model."""
     specs: dict[str, tuple[TensorSpec, int]] = {}
     holdings: list[dict[str, list[Box]]] = []
     alike: dict[tuple[Box, str], list[tuple[str, int]]] = {}
@@ -205,10 +193,7 @@ def agreed(documents: Sequence[bytes]) -> tuple[tuple[TensorSpec, ...], ShardMap
 
 
 def _check_not_tied(copies: Sequence[tuple[str, int]], holdings: Sequence[Mapping[str, object]]) -> None:
-    """Raise LearnerError: tensors of one value and several names are on ranks of which none has both.
-
-    copies: name and rank of each. holdings: by rank, what it has.
-    """
+    """Raise LearnerError: tensors of one value and several names are on ranks of which none has both."""
     first, rank = copies[0]
     for name, other_rank in copies:
         if name != first and not any(first in names and name in names for names in holdings):
@@ -225,11 +210,6 @@ def join(first: LocalFragment, second: LocalFragment) -> LocalFragment:
     return LocalFragment(first.index, slabs, first.size + second.size)
 
 
-def whole_map(tensors: Sequence[TensorSpec]) -> ShardMap:
-    """The map of one rank that holds all of the model."""
-    return ShardMap(tensors, [{tensor.name: [whole_box(tensor.shape)] for tensor in tensors}])
-
-
 def whole_box(shape: Sequence[int]) -> Box:
     """All of a tensor."""
     return Box((0,) * len(shape), tuple(shape))
@@ -244,7 +224,7 @@ def _check_cover(tensor: TensorSpec, boxes: Sequence[Box]) -> None:
         if not is_inside:
             raise LearnerError(f"{tensor.name!r} of shape {tensor.shape} has no part {box.offsets} + {box.sizes}")
     for at, box in enumerate(boxes):
-        twin = next((later for later in boxes[at + 1 :] if box.meets(later)), None)
+        twin = next((later for later in boxes[at + 1 :] if box.common(later)), None)
         if twin is not None:
             raise LearnerError(
                 f"parts of {tensor.name!r} overlap: {box.offsets} + {box.sizes} and {twin.offsets} + {twin.sizes}. "

@@ -28,7 +28,7 @@ from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.names import buffers_of, by_plain_name, names_of, plain_name, replicas_in, unwrap
 from diloco_node.learner.layouts.shard_map import Box, LocalFragment, Slab, whole_box
-from diloco_node.learner.layouts.slab_values import carry, cut, first_values, host_copy, host_values, joined
+from diloco_node.learner.layouts.slab_values import carry, cut, first_values, host_copy, joined
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -106,11 +106,7 @@ class ModelTensors:
     """The trainable tensors of a model.
 
     Args:
-        model: may be wrapped by DistributedDataParallel or torch.compile.
-        masters: name of a parameter -> the optimizer's float32 master of it, same shape.
-        merge: name of a parameter -> rule, where the guess (see the module) is wrong.
-        buffers: patterns of the names of buffers that are merged, such as "*.expert_bias".
-        untied: names of parameters that have no mark: they are copies of nothing.
+        model, masters, merge, buffers, untied: see `attach`.
         optimizer_tensors: what the optimizers hold: no other parameter is merged. None: all may be trained.
 
     Attributes:
@@ -216,10 +212,7 @@ class ModelTensors:
         return {tensor: name for tensor, name in pairs if tensor is not None}
 
     def check_known(self, all_bytes: Callable[[bytes], list[bytes]]) -> None:
-        """Raise LearnerError: a pattern, rule or master fits nothing on any rank.
-
-        all_bytes: the bytes of every rank, on every rank.
-        """
+        """Raise LearnerError: a pattern, rule or master fits nothing on any rank. all_bytes: `Ranks.all_bytes`."""
         absent = [set(json.loads(text)) for text in all_bytes(json.dumps(sorted(self.unknown)).encode())]
         if nowhere := sorted(set.intersection(*absent)):
             raise LearnerError(self.unknown[nowhere[0]])
@@ -236,19 +229,13 @@ class ModelTensors:
         return buffers_of(self.model) | parameters
 
     def run_names(self, state: Mapping[str, object]) -> dict[str, str]:
-        """Return the names of the merged tensors in a `state_dict()`, each with its name in the manifest.
-
-        They are known by their memory: hooks of a script may call them something else.
-        """
+        """Return by name in a `state_dict()` the merged tensors' names in the manifest; they are known by memory."""
         names = {memory_of(tensor.parameter): name for name, tensor in self._tracked.items()}
         places = {key: memory_of(value) for key, value in state.items() if isinstance(value, Tensor)}
         return {key: names[place] for key, place in places.items() if place in names}
 
     def read(self, local: LocalFragment, out: Tensor) -> None:
-        """Copy the values.
-
-        out: shape (part.size,), float32, CPU; overwritten.
-        """
+        """Copy the values. out: shape (part.size,), float32, CPU; overwritten."""
         with torch.no_grad():
             sources = self.in_place(local.slabs)
             if sources and all(value.is_cpu and value.dtype == out.dtype for value in sources):
@@ -259,10 +246,7 @@ class ModelTensors:
                 out[slab.span].view(values.shape).copy_(values)
 
     def write(self, local: LocalFragment, values: Tensor) -> None:
-        """Overwrite the values.
-
-        values: shape (part.size,), float32, CPU. Not changed.
-        """
+        """Overwrite the values. values: shape (part.size,), float32, CPU; not changed."""
         self.reshard()
         with torch.no_grad():
             for slab, target in zip(local.slabs, self.in_place(local.slabs), strict=True):
@@ -276,10 +260,8 @@ class ModelTensors:
 
         Each operation is rounded to float32 by itself.
 
-        Args:
-            new, anchor: shape (part.size,), float32, CPU. Not changed.
-            carry_factor: used with an anchor; 1 keeps all.
-            scratch: shape (at least the largest slab,), float32, CPU; overwritten where parameters are no CPU float32.
+        new, anchor: shape (part.size,), float32, CPU; not changed.
+        scratch: shape (at least the largest slab,), float32, CPU; overwritten where parameters are no CPU float32.
         """
         if anchor is None:
             self.write(local, new)
@@ -297,12 +279,7 @@ class ModelTensors:
                 self.follow((slab,))
 
     def held(self, local: LocalFragment, new: Tensor, out: Tensor) -> None:
-        """Return what a learner that takes exactly `new` holds: `new` rounded to each parameter's type, as float32.
-
-        Args:
-            new: shape (part.size,), float32, CPU. Not changed.
-            out: the same shape; overwritten.
-        """
+        """Write what a learner that takes exactly `new` holds: `new` rounded to each parameter's type, as float32."""
         out.copy_(new)
         for slab in local.slabs:
             dtype = self._tracked[slab.piece.name].whole.dtype
@@ -359,7 +336,8 @@ class ModelTensors:
         only: the tensors that are wanted, by their names in the manifest.
         """
         wanted = [tensor for tensor in manifest.tensors if only is None or tensor.name in only]
-        values = {tensor.name: host_values(*tensor.shape) for tensor in wanted}
+        # Of torch's memory, for a script may resize what it is given.
+        values = {spec.name: torch.empty(spec.shape, dtype=torch.float32, device="cpu") for spec in wanted}
         for fragment, vector in zip(manifest.fragments, vectors, strict=True):
             for piece in (piece for piece in fragment.pieces if piece.name in values):
                 span = vector[piece.offset : piece.offset + piece.size]

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from diloco_node.learner.fragment_settings import Encoder
+from diloco_node.learner.layouts.device import Encoder
 from diloco_node.learner.local_fragments import LearnerFragments
 
 LANE: Final = "diloco_node.learner.layouts.device"
@@ -77,7 +77,8 @@ DEVICE_FAULTS: Final = {
     "packed-behind-the-next-step": DeviceFault(
         FRAGMENTS,
         "        room = snapshot.fetched()\n",
-        "        room = None\n        self.tensors.read(self._owned[snapshot.facts.fragment], snapshot.values)\n",
+        "        room = None\n"
+        "        self.tensors.read(self._owned[snapshot.contribution.fragment], snapshot.values)\n",
     ),
     "encoded-before-it-was-fetched": DeviceFault(
         FRAGMENTS,
@@ -149,9 +150,9 @@ DEVICE_FAULTS: Final = {
     ),
     "applied-through-the-host": DeviceFault(
         FRAGMENTS,
-        "        if self._lane is not None and incoming.room is not None:\n            self._lane.apply",
-        "        self.tensors.write(primary, incoming.place)\n"
-        "        if self._lane is not None and incoming.room is not None:\n            self._lane.apply",
+        "            if self._lane is not None and incoming.room is not None:\n                self._lane.apply",
+        "            self.tensors.write(self._owned[index], incoming.place)\n"
+        "            if self._lane is not None and incoming.room is not None:\n                self._lane.apply",
     ),
     "anchor-not-sent": DeviceFault(LANE, "range(2 if anchor else 1)", "range(1)"),
     "pageable-rooms-and-words": DeviceFault(PAGES, "pin_memory=True)", "pin_memory=False)"),

@@ -13,7 +13,7 @@ from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
 from diloco_node.lab.sim.arithmetic import carry_over
 from diloco_node.learner.layouts.names import unwrap
-from diloco_node.learner.layouts.shard_map import Box, LocalFragment, whole_map
+from diloco_node.learner.layouts.shard_map import Box, LocalFragment, ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, memory_of
 from diloco_node.learner.omissions import statistics_warning
 from diloco_node.learner.pull_back import STEPS
@@ -26,7 +26,8 @@ SEED = 499
 def parts(tensors: ModelTensors, fragments: int = 1) -> list[LocalFragment]:
     """The fragments, as one rank holds them that has all of the model."""
     manifest = build_manifest(tensors.specs, fragments)
-    return [whole_map(tensors.specs).owned(fragment, 0) for fragment in manifest.fragments]
+    shards = ShardMap(tensors.specs, [tensors.boxes])
+    return [shards.owned(fragment, 0) for fragment in manifest.fragments]
 
 
 class Tied(nn.Module):
@@ -321,9 +322,8 @@ class Checked:
 
     def apply(self, before: float | torch.Tensor, after: float | torch.Tensor) -> None:
         self.write(before)
-        self.check.before(self.fragment)
-        self.write(after)
-        self.check.after(self.fragment)
+        with self.check.around(self.fragment):
+            self.write(after)
 
     def round(self, change: float, *, gradient: float | None = None) -> None:
         """A version moves each value from 0 to 1; then a step moves it by `change`."""
