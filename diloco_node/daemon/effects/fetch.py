@@ -13,6 +13,7 @@ from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_dig
 from diloco_node.codec.kernels import squared_norms
 from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
 from diloco_node.core.messages import Payload, PayloadRequested, Refused, State, StateRequested
+from diloco_node.core.recovery.fetches import LATE
 from diloco_node.daemon.effects.disk_writes import DiskWrites
 from diloco_node.daemon.effects.initial import InitialStates
 from diloco_node.daemon.effects.open_stripes import cut_payload
@@ -158,7 +159,7 @@ class Fetcher(EffectContext):
         if pending.is_open and left_s > 0:  # others that began later share the line with it
             self._watch(pending, left_s)
             return
-        reason = "too slow; it may still come" if pending.is_open else "no answer in time"
+        reason = LATE if pending.is_open else "no answer in time"
         if pending.is_owed:
             pending.is_owed = False
             if pending.is_open:
