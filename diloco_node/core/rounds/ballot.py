@@ -98,7 +98,7 @@ class BallotClock:
         # Per fragment the bytes of the last first ballot, and the rates that its regions reported then.
         self._opened: list[tuple[int, dict[str, int]]] = [(0, {}) for _ in context.fragments]
         # Per fragment the rate of the last one that was merged, and what its members had reported.
-        self._shown: list[tuple[int, dict[str, int]]] = [(0, {}) for _ in context.fragments]
+        self._proofs: list[tuple[int, dict[str, int]]] = [(0, {}) for _ in context.fragments]
 
     def observe(self, fragment: int, duration_ns: int, names: Collection[str] = ()) -> None:
         """Learn how long a ballot took to its commit. names: of its members, if it was the first of its round."""
@@ -106,7 +106,7 @@ class BallotClock:
         if names:
             size_bytes, reports = self._opened[fragment]
             rate = size_bytes * NS_PER_S // max(1, duration_ns)
-            self._shown[fragment] = (rate, {name: report for name, report in reports.items() if name in names})
+            self._proofs[fragment] = (rate, {name: report for name, report in reports.items() if name in names})
 
     def _usual_ns(self, fragment: int) -> int:
         """Return the usual time of a ballot of this fragment; 0 if nothing is known.
@@ -183,9 +183,9 @@ class BallotClock:
         rounds = self._context.settings.rounds_in_flight_max
         ceiling = measured or RATE_UNKNOWN_BYTES_PER_S
         usual = ceiling * rounds
-        shown, before = self._shown[fragment]
+        proof, reports_then = self._proofs[fragment]
         rates = sorted(
-            max(min(report or usual, usual), shown if 0 < before.get(name, 0) <= report else 0)
+            max(min(report or usual, usual), proof if 0 < reports_then.get(name, 0) <= report else 0)
             for name, report in reports.items()
         )
         rate = max(1, max(rates[0], rates[(len(rates) - 1) // 2] // SLOWER_MAX) // rounds)
