@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from diloco_node.core.events import FetchPayload
+from diloco_node.core.events import FetchPayload, FetchState
 from diloco_node.core.recovery import fetches
 from diloco_node.daemon.effects.fetch import Fetcher
 from diloco_node.lab.sim.daemon_host import DaemonHost
@@ -143,7 +143,12 @@ def test_a_joiner_on_a_slow_line_fetches_little_of_what_is_merged_while_its_stat
     links.update({pair: FakeLink(20 * MS, MS, 0.0, 0.0, 8000) for pair in links if joiner in pair})
     orders: list[object] = []
     ask = Fetcher.ask
-    patch.setattr(Fetcher, "ask", lambda self, order_: (orders.append(order_), ask(self, order_)))
+
+    def noted(fetcher: Fetcher, order_: FetchPayload | FetchState) -> None:
+        orders.append(order_)
+        ask(fetcher, order_)
+
+    patch.setattr(Fetcher, "ask", noted)
     assert order(small, joiner, "contributor") == ""
     start(small, joiner)
     small.go(4)
