@@ -90,7 +90,11 @@ def renew(
         remark = "Then renew all regions: diloco-node certs renew"
     elif is_last:
         names = authority.drop_old_authority(folder)
-        news, remark = "trusts the new authority only when ca.pem is there", "The old one is of no use any more"
+        news = "trusts the new authority only when ca.pem is there"
+        remark = (
+            "Members that were ever changed are signed by the old one: change them once more, as by `members demote` "
+            "and `promote`, or no region comes back with an empty folder"
+        )
     else:
         names = authority.renew_regions(folder, regions or ())
         news, remark = "has another certificate when its whole folder is there", "The old key is gone"

@@ -99,7 +99,8 @@ class Identity:
                     return ""
         return (
             f"no authority in the {CA_CERT} of {self.region} has signed it for these members of run {self.run_id}: "
-            f"sign it with the run's {CA_KEY}; if the authority was replaced since, the old one must be there, too"
+            f"sign it with the run's {CA_KEY}. If the authority was replaced since, add the old one there, or change "
+            "the members once more, which the new one signs"
         )
 
 

@@ -360,9 +360,11 @@ class LedgerState:
         return self.disks.roster.voters not in ((), (self._region,))
 
     def _may_lead(self, peer: str) -> bool:
-        """Whether a peer votes by a roster that is newer than the log: it leads on to there (dissertation, 4.2.3)."""
-        roster = self.newer_roster
-        return roster.changes > self.disks.roster.changes and roster.kind_of(peer) is MemberKind.VOTER
+        """Whether a peer votes by a roster newer than the log, or by one that still may hold (dissertation, 4.2.3)."""
+        roster, newer = self.disks.roster, self.newer_roster
+        if newer.changes > roster.changes and newer.kind_of(peer) is MemberKind.VOTER:
+            return True
+        return roster.has_removed(peer) and roster.memberships[peer].since > self.cluster_commit_index
 
     def _voting_followers(self) -> dict[str, Follower]:
         """As leader, the followers that vote."""

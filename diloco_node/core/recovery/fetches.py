@@ -25,6 +25,9 @@ one as a rule, and eight bytes for each parameter from one region to all others 
 GONE: Final = frozenset({"gone", "unknown"})
 """Answers that will not change: this peer can't help with this payload."""
 
+LATE: Final = "too slow; it may still come"
+"""The bytes come in, and take too long: the next requests go to others first."""
+
 
 @dataclass(slots=True)
 class _Fetch:
@@ -61,6 +64,8 @@ class Fetches:
         self.pending: dict[int, _Fetch] = {}
         self._alive: frozenset[str] = frozenset()
         self._witness = ""
+        # Peers whose last transfer took too long.
+        self._late: set[str] = set()
         # Per fragment the version of the last state that nobody who was there could send.
         self._refused: dict[int, int] = {}
 
@@ -105,6 +110,7 @@ class Fetches:
         """A payload or a state was stored; if it was fetched, the fetch is over."""
         current = self.pending.get(fragment)
         if current is not None and (current.version, current.body is None) == (version, is_state):
+            self._late.discard(current.peer)
             del self.pending[fragment]
 
     def on_failure(self, peer: str, fragment: int, reason: str, *, now_ns: int) -> None:
@@ -115,6 +121,8 @@ class Fetches:
         current.peer = ""
         current.failed.append(peer)
         current.has_witness_failed |= peer == self._witness
+        if reason == LATE:
+            self._late.add(peer)
         if reason in GONE and current.body is not None:
             # A state that a peer can't give now it may have later; a payload that was pruned does not come back.
             current.gone.add(peer)
@@ -198,7 +206,8 @@ class Fetches:
         # has for sure.
         is_snapshot = current.body is None and current.version > 0
         loads = Counter(fetch.peer for fetch in self.pending.values() if is_snapshot)
-        order = sorted(set(self._others) & set(alive), key=lambda name: (loads[name], name != leader, name))
+        able = set(self._others) & set(alive)
+        order = sorted(able, key=lambda name: (name in self._late, loads[name], name != leader, name))
         order += [witness] * (witness != "" and current.body is not None)
         for name in order:
             if name not in current.failed and name not in current.gone:

@@ -89,10 +89,18 @@ class BallotClock:
         self._fragments, self._liveness = context.fragments, context.liveness
         self._context = context
         self._took = [MovingAverage() for _ in context.fragments]
+        # Per fragment the bytes of the last first ballot, and the rates that its regions reported then.
+        self._opened: list[tuple[int, dict[str, int]]] = [(0, {}) for _ in context.fragments]
+        # Per fragment the rate of the last one that was merged, and what its members had reported.
+        self._proofs: list[tuple[int, dict[str, int]]] = [(0, {}) for _ in context.fragments]
 
-    def observe(self, fragment: int, duration_ns: int) -> None:
-        """Learn how long a ballot took to its commit."""
+    def observe(self, fragment: int, duration_ns: int, names: Collection[str] = ()) -> None:
+        """Learn how long a ballot took to its commit. names: of its members, if it was the first of its round."""
         self._took[fragment] = self._took[fragment].after(duration_ns)
+        if names:
+            size_bytes, reports = self._opened[fragment]
+            rate = size_bytes * NS_PER_S // max(1, duration_ns)
+            self._proofs[fragment] = (rate, {name: report for name, report in reports.items() if name in names})
 
     def _usual_ns(self, fragment: int) -> int:
         """Return the usual time of a ballot of this fragment; 0 if nothing is known.
@@ -121,13 +129,18 @@ class BallotClock:
         busiest_bytes = (up_bytes * max(1, reducers - 1) + down_bytes * (len(self._context.regions) - 1)) // reducers
         usual_ns = self._usual_ns(fragment)
         measured = busiest_bytes * NS_PER_S // usual_ns if usual_ns else 0
+        budgets = {name: self._liveness.budget(name) for name in {*members, *(stripe.reducer for stripe in stripes)}}
+        limits = {name: filter(None, (budget.egress, budget.ingress)) for name, budget in budgets.items()}
+        reports = {name: min(rates, default=0) for name, rates in limits.items()}
+        if attempt == 0:
+            self._opened[fragment] = (busiest_bytes, reports)
         return ballot_deadline(
             minimum_ns=self._context.settings.ballot_deadline_min_ns,
             attempt=attempt,
             step_time_ns=believed_step_time_ns(max(step_times, default=0), step_times),
-            rtt_ns=max(self._liveness.rtt_ns(name) for name in (*members, *(stripe.reducer for stripe in stripes))),
+            rtt_ns=max(self._liveness.rtt_ns(name) for name in reports),
             transfer_bytes=busiest_bytes,
-            rate_bytes_per_s=self._believed_rate(members, stripes, measured),
+            rate_bytes_per_s=self._believed_rate(fragment, reports, measured),
         )
 
     def first_deadline(
@@ -151,17 +164,22 @@ class BallotClock:
             return self._context.settings.ballot_deadline_min_ns
         return max(PROBE_HEARTBEATS * self._context.settings.heartbeat_ns, PROBE_MARGIN * usual_ns)
 
-    def _believed_rate(self, members: tuple[str, ...], stripes: tuple[Stripe, ...], measured: int) -> int:
+    def _believed_rate(self, fragment: int, reports: Mapping[str, int], measured: int) -> int:
         """Return one round's part of the slowest reported budget, if less than the measured or assumed rate; else that.
 
         A budget may have been lowered since. A region is believed to be slower than the others by as much as its
-        learner is. measured: 0: nothing was; 0 is returned for the assumed rate.
+        learner is, and no slower than with the same budget, or less, in a ballot before.
+
+        reports: by region; 0: no limit. measured: 0: nothing was; 0 is returned for the assumed rate.
         """
-        budgets = [self._liveness.budget(name) for name in {*members, *(stripe.reducer for stripe in stripes)}]
         rounds = self._context.settings.rounds_in_flight_max
         ceiling = measured or RATE_UNKNOWN_BYTES_PER_S
         usual = ceiling * rounds
-        rates = sorted(min(budget.egress or usual, budget.ingress or usual) for budget in budgets)
+        proof, reports_then = self._proofs[fragment]
+        rates = sorted(
+            max(min(report or usual, usual), proof if 0 < reports_then.get(name, 0) <= report else 0)
+            for name, report in reports.items()
+        )
         rate = max(1, max(rates[0], rates[(len(rates) - 1) // 2] // SLOWER_MAX) // rounds)
         return rate if rate < ceiling else measured
 

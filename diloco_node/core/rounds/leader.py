@@ -190,10 +190,10 @@ class RoundLeader:
             return
         self._agenda.on_commit(round_, now_ns=now_ns)
         self._judge.on_commit(round_)
-        self._clock.observe(body.fragment, now_ns - round_.ballot_at_ns)
-        names = ", ".join(member.contribution.learner for member in body.members)
+        names = [member.contribution.learner for member in body.members]
+        self._clock.observe(body.fragment, now_ns - round_.ballot_at_ns, names if round_.attempt == 0 else ())
         took_s = (now_ns - round_.opened_at_ns) / NS_PER_S
-        text = f"ballot {body.ballot} with {names}, share {body.share:.3g}, after {took_s:.3f} s"
+        text = f"ballot {body.ballot} with {', '.join(names)}, share {body.share:.3g}, after {took_s:.3f} s"
         self._note("committed", text, round_)
 
     def on_answer(self, peer: str, message: BallotAnswer, *, now_ns: int) -> None:

@@ -13,6 +13,7 @@ from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_dig
 from diloco_node.codec.kernels import squared_norms
 from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
 from diloco_node.core.messages import Payload, PayloadRequested, Refused, State, StateRequested
+from diloco_node.core.recovery.fetches import LATE
 from diloco_node.daemon.effects.disk_writes import DiskWrites
 from diloco_node.daemon.effects.initial import InitialStates
 from diloco_node.daemon.effects.open_stripes import cut_payload
@@ -68,6 +69,8 @@ class Fetcher(EffectContext):
     _serving: set[tuple[str, PayloadRequested | StateRequested]] = field(default_factory=set, init=False)
     # By peer, fragment, version, and whether it is a payload. The oldest first.
     pending: dict[tuple[str, int, int, bool], _Pending] = field(default_factory=dict, init=False)
+    # By fragment the newest version whose state was requested.
+    states_requested: dict[int, int] = field(default_factory=dict, init=False)
     # Times of what a transfer has on a line that is as fast as is assumed.
     _patience: float = field(default=1.0, init=False)
 
@@ -95,6 +98,8 @@ class Fetcher(EffectContext):
         self.pending[key] = pending = _Pending(order)
         pending.watchdog = self._timer(pending, max(0.0, busy_s) + FETCH_SILENCE_S)
         kind = PayloadRequested if isinstance(order, FetchPayload) else StateRequested
+        if isinstance(order, FetchState):
+            self.states_requested[order.fragment] = max(order.version, self.states_requested.get(order.fragment, -1))
         if not self.transport.send(order.peer, kind(order.fragment, order.version, order.digest)):
             # The link went down after the core chose this peer: nothing will come, and nothing else would say so.
             self._end(key, "no link")
@@ -153,7 +158,7 @@ class Fetcher(EffectContext):
         if pending.is_open and left_s > 0:  # others that began later share the line with it
             self._watch(pending, left_s)
             return
-        reason = "too slow; it may still come" if pending.is_open else "no answer in time"
+        reason = LATE if pending.is_open else "no answer in time"
         if pending.is_owed:
             pending.is_owed = False
             if pending.is_open:

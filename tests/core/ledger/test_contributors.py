@@ -8,7 +8,7 @@ from diloco_node.core.ledger.entries import seal
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.member_kind import MembershipBody
 from diloco_node.core.messages import AppendEntries, RequestVote, RequestVoteReply
-from diloco_node.core.types import DiskNamedBody
+from diloco_node.core.types import DiskNamedBody, LeaderBody
 from tests.kit.ledger_kit import (
     TIMEOUT_NS,
     a_core,
@@ -121,6 +121,20 @@ def test_who_has_the_entry_that_takes_its_vote_helps_those_who_lack_it(kind: str
         assert core.disks.roster.voters == ("a", "c", "d")
         effects = write_all(core, arrive(core, "c", vote_request(2, False, last_index, 1)))
         assert sends(effects) == [("c", vote(2, False, is_granted))], (settled_index, last_index)
+
+
+def test_who_alone_has_the_entry_that_removes_a_region_votes_for_it_and_follows_it() -> None:
+    """Its leader died with that entry, and the removed one leads on without it. Once that is committed it is none."""
+    log = chain(1, 1)
+    entries = (*log, seal(3, 1, log[-1].hash, MembershipBody("c", "former")))
+    for settled_index, is_heard in ((2, True), (3, False)):
+        core = a_core("b", ("a", "b", "c", "d"), entries=entries, term=1, settled_index=settled_index)
+        effects = write_all(core, arrive(core, "c", vote_request(2, False, 3, 2)))
+        assert sends(effects) == ([("c", vote(2, False, True))] if is_heard else [])
+        other = seal(3, 2, log[-1].hash, LeaderBody("c"))
+        write_all(core, arrive(core, "c", AppendEntries(2, 1, 2, log[-1].hash, (other,), 2)))
+        assert (core.leader, core.entries[-1] == other) == (("c", True) if is_heard else ("", False))
+        assert ("c" in core.disks.roster.voters) is is_heard
 
 
 def test_four_regions_elect_a_leader_after_the_one_that_was_taking_a_vote_died() -> None:

@@ -1,5 +1,6 @@
 """Fetches: the leader first, then the others in turn, few at once, back off when all failed."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect, FetchPayload, FetchState, Note
-from diloco_node.core.recovery.fetches import FETCHES_MAX, RETRY_NS, RETRY_NS_MAX, Fetches
+from diloco_node.core.recovery.fetches import FETCHES_MAX, LATE, RETRY_NS, RETRY_NS_MAX, Fetches
 from diloco_node.core.recovery.versions import PAYLOADS_RATHER_MAX, Versions
 from diloco_node.core.types import SnapshotBody
 from tests.kit.rounds_kit import committed_round
@@ -162,6 +163,26 @@ def test_state_replaces_a_payload_that_is_gone() -> None:
         desk.fetches.on_failure(peer, 0, "gone", now_ns=0)
     desk.fetches.request(0, 4, None, digest=b"state")
     assert desk.pump() == [FetchState("c", 0, 4, b"state")]
+
+
+def test_whoever_took_too_long_is_asked_last_until_it_has_sent_something_in_time() -> None:
+    """Each payload from a leader on a bad link cost 300 s before another was asked."""
+    desk, asked = Desk(), []
+
+    def fetch(fragment: int, *failures: str) -> None:
+        desk.fetches.request(fragment, 3, replace(BODY, fragment=fragment))
+        for reason in (*failures, ""):
+            (effect,) = desk.pump()
+            asked.append(effect.peer)
+            if reason:
+                desk.fetches.on_failure(effect.peer, fragment, reason, now_ns=0)
+        desk.fetches.on_end(fragment, version=3, is_state=False)
+
+    fetch(0, LATE)
+    fetch(1)
+    fetch(2, "busy", "busy")
+    fetch(3)
+    assert asked == ["c", "b", "b", "b", "d", "c", "c"]
 
 
 def test_few_fetches_are_in_flight_at_once() -> None:

@@ -179,6 +179,50 @@ def test_one_region_with_a_tiny_budget_holds_no_ballot_up_for_days() -> None:
     assert assumed_ns < reported_ns < 40 * assumed_ns
 
 
+def test_a_budget_beside_which_a_ballot_was_fast_makes_the_next_ones_no_longer() -> None:
+    """One region that reported 1 B/s, and was as fast as ever, made all deadlines sixteen times as long."""
+    world = Neighbourhood()
+    world.all_hear(status(), now_ns=0)
+    manifest = replace(MANIFEST, fragments=(fragment(2**24), *MANIFEST.fragments[1:]))
+    clock = BallotClock(context_of(history_of(), liveness=world.liveness, manifest=manifest))
+    stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4), Stripe("c", 4, 6))
+
+    def deadline_s() -> float:
+        return clock.deadline(0, ("a", "b", "c"), stripes, attempt=0).duration_ns / SECOND
+
+    clock.observe(0, SECOND)
+    usual_s = deadline_s()
+    world.liveness.own_budget(RateLimits(100, 100))
+    long_s = deadline_s()
+    assert long_s > 10 * usual_s
+    for names in ((), ("b", "c")):
+        clock.observe(0, SECOND, names)
+        assert deadline_s() == long_s, "in a later ballot of a round stripes are here already; and it was not in it"
+    clock.observe(0, SECOND, ("a", "b", "c"))
+    assert usual_s < deadline_s() <= SETTINGS.rounds_in_flight_max * usual_s
+    world.liveness.own_budget(RateLimits(200, 200))
+    assert deadline_s() <= SETTINGS.rounds_in_flight_max * usual_s
+    world.liveness.own_budget(RateLimits(50, 50))
+    assert deadline_s() == long_s, "it was lowered since"
+
+
+def test_budgets_beyond_what_a_ballot_takes_do_not_hide_a_low_one() -> None:
+    world = Neighbourhood()
+    manifest = replace(MANIFEST, fragments=(fragment(2**24), *MANIFEST.fragments[1:]))
+    clock = BallotClock(context_of(history_of(), liveness=world.liveness, manifest=manifest))
+    stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4), Stripe("c", 4, 6))
+    world.all_hear(status(), now_ns=0)
+    clock.observe(0, SECOND)
+    world.liveness.own_budget(RateLimits(10**6, 10**6))
+    deadlines = set()
+    for rate in (None, 10**12):
+        for name in "bc":
+            world.hear(name, status(), now_ns=1, budget=RateLimits(rate, rate))
+        deadlines.add(clock.deadline(0, ("a", "b", "c"), stripes, attempt=0).duration_ns)
+    assert len(deadlines) == 1
+    assert deadlines.pop() > 10 * SECOND
+
+
 @pytest.mark.parametrize(
     ("rate", "is_longer"), [(RATE_UNKNOWN_BYTES_PER_S, True), (3 * RATE_UNKNOWN_BYTES_PER_S, False)]
 )
