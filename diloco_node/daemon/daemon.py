@@ -191,7 +191,10 @@ class Daemon:
         self.end()
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the process. error: what a task, an effect or the core should never raise; None: it is needed no more."""
+        """End the process. error: None: the run is over, or somebody asked for it.
+
+        Else what a task, an effect or the core should never raise, or a newer process of this region runs.
+        """
         if error is not None:
             log.error("ends", region=self.spec.region, error=repr(error))
         if self._ended is None or self._ended.done():

@@ -38,8 +38,9 @@ COLUMNS: Final = (
     "bytes_in",
     "val_loss",
 )
-"""Columns of a point: seconds since 1970; the learner's steps and tokens since the run began; held-out losses of the
-merged model and of the own one; bytes on the wire since this daemon started."""
+"""Columns of a point: seconds since 1970, the learner's steps and tokens since the run began, loss of its training,
+held-out loss of the merged model, tokens per second, bytes on the wire since this daemon started, held-out loss of this
+region's own parameters."""
 
 MORE_COLUMNS: Final = ("step_seconds", "rounds", "tokens_merged", "participation")
 """Seconds of a step, rounds committed and tokens merged of the run, part of the rounds that included this region. In

@@ -1,6 +1,7 @@
 """Objects below a URL (S3, Google Cloud, Azure) by obstore, or files below a folder: written whole or not at all.
 
-obstore is imported where a URL is opened: the extra `store` installs it.
+obstore sends large objects in several parts side by side, and an object has its name only when the last part is there.
+It is imported where a URL is opened: the extra `store` installs it.
 """
 
 from __future__ import annotations

@@ -70,7 +70,10 @@ class Identity:
         return f"Identity({tls_name(self.region, self.run_id)}, until {self.certificate.not_after:%Y-%m-%d})"
 
     def admit(self, encoding: bytes, peer: str) -> Certificate:
-        """Check a peer's certificate, DER, as TLS does, but not its end. Raises PeerCertificateRefused."""
+        """Check a peer's certificate, DER, as TLS does: issuer, run and region, but not its end.
+
+        Raises PeerCertificateRefused: no authority of ours has signed it for this peer.
+        """
         try:
             certificate = x509.load_der_x509_certificate(encoding)
         except (ValueError, x509.InvalidVersion):

@@ -71,7 +71,10 @@ class Credentials:
         return ""
 
     def link_fault(self, certificates: Iterable[Certificate], *, is_renewed: bool) -> str:
-        """Say why a link with these certificates may not go on; empty: it may. is_renewed: ours is another."""
+        """Say why a link with these certificates may not go on; empty: it may.
+
+        is_renewed: our identity, and the authorities that it trusts, are others since.
+        """
         for certificate in certificates:
             if why := self.fault(certificate):
                 return why

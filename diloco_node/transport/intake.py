@@ -1,8 +1,11 @@
 """How fast one peer's messages are taken: what is beyond waits in the peer's own connection, nothing is dropped.
 
 Each kind of message has a token bucket, all kinds together have one, and so have the bytes of the control lane. When
-one is empty the peer's connection is not read for a moment, so HTTP/2's flow control stops the peer. An honest one
-never empties one: of one kind it sends at most `regions x rounds in flight` in a heartbeat.
+one is empty the peer's connection is not read for a moment, so HTTP/2's flow control stops the peer. An AppendEntries
+can come late so, never be lost.
+
+An honest peer never empties one: a leader repeats to each region what each round in flight lacks once a heartbeat, and
+the answer has a message for each region. So of one kind it sends at most `regions x rounds in flight` in a heartbeat.
 """
 
 from __future__ import annotations

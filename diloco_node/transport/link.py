@@ -189,8 +189,9 @@ class PeerLink:
                         continue
             may_wait = True
             started_s = asyncio.get_running_loop().time()
-            session = await self._dial_session(None)
-            why = await self.run_session(session) if isinstance(session, Session) else session
+            why: Session | PeerError | None = await self._dial_session(None)
+            if isinstance(why, Session):  # no other name: a session that was replaced is not held while the next is up
+                why = await self.run_session(why)
             raise_if_cancelled()
             if asyncio.get_running_loop().time() - started_s > times.backoff_max_s:
                 backoff.reset()

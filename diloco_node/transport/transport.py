@@ -260,7 +260,8 @@ class GrpcTransport:
     async def give_way(self) -> None:
         """Before each transfer of a measurement: wait while rounds or recovery are on their way to any peer.
 
-        Within a budget, and on one link, their lanes go first anyway. After `GIVE_WAY_S` one transfer may go.
+        On one link, and within a budget, their lanes go first anyway; without a budget only this keeps a measurement on
+        one link from taking the line from rounds on another. Not for ever: after `GIVE_WAY_S` one transfer may go.
         """
         if self._urgent and self.pacer.status()["egress_bytes_per_s"] is None:
             with contextlib.suppress(TimeoutError):
