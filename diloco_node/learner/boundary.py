@@ -98,6 +98,7 @@ class StepBoundaries:
             self.wish.pass_on(self.ranks, session)
         if look is not None:
             look(boundary.has_orders or fragments.arriving)
+            self.checkpoints.stepped()
             fragments.replicas.check(fragments.step + 1, self.ranks.greatest)
         fragments.revert.verify()
         self._tell(fragments.revert.take_warning())
@@ -116,6 +117,8 @@ class StepBoundaries:
                 for answer in answers:
                     session.reply(answer)
             fragments.encode_taken()
+        if boundary.wants_checkpoint and boundary.is_idle:
+            self.checkpoints.choose_keepers()
         self.checkpoints.all_wrote(boundary.written_step)
         if session is not None:
             session.stand(boundary.written_step)
@@ -157,6 +160,8 @@ class StepBoundaries:
 
         Such a process has not stopped for good: the next one goes on.
         """
+        if self.ranks.can_meet:
+            self.checkpoints.choose_keepers()  # for the last one
         return self.ranks.can_meet and (is_stopping or self.are_asked_to_stop())
 
     def are_idle(self) -> bool:
