@@ -38,10 +38,10 @@ LATER_STATES: Final = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "mom
 """States, zero at first, that optimizers of torch's make in a parameter's first step alone; by the setting for it."""
 
 
-JUMP_UP: Final = 2.0
+JUMP_UP: Final = 2.5
 JUMP_DOWN: Final = 10.0
-"""A rate that begins anew is as high as at first, or is warmed up again. A region that was away for long finds it
-lower."""
+"""A rate that begins anew is as high as at first, or is warmed up again. The second step of a warm-up has twice the
+rate of the first. A region that was away for long finds it lower."""
 
 log = logging.getLogger("diloco_node.learner")
 
