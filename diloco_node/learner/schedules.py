@@ -150,14 +150,14 @@ def is_same(old: Any, own: Any) -> bool:
     return bool((list(old) if isinstance(old, tuple) else old) == (list(own) if isinstance(own, tuple) else own))
 
 
-def place_schedule(component: Any, state: dict[str, Any], others: Collection[Any] = ()) -> dict[str, Any]:
+def place_schedule(component: Any, state: dict[str, Any], components: Collection[Any] = ()) -> dict[str, Any]:
     """Return the state that `component.load_state_dict` is to be given: its own settings at a checkpoint's position.
 
     A schedule of torch's with other settings than before is stepped to its position, for most of them compute a rate
     from the one before it: a cosine that has come to zero would stay there, however long it is now.
 
     component: any, also in a wrapper; one that is no schedule, optimizer or gradient scaler of torch's gets all of the
-        state. state: from the checkpoint. others: further parts of the loop, which may change the same rates.
+        state. state: from the checkpoint. components: of the loop; others may change the same rates.
 
     Raises ValueError: it has other parts than before, and can't be stepped there.
     """
@@ -179,7 +179,7 @@ def place_schedule(component: Any, state: dict[str, Any], others: Collection[Any
         return state
     own = schedule.state_dict()
     before, now = _settings(state), _settings(own)
-    rivals = [rival for other in others if (rival := getattr(other, "scheduler", other)) is not schedule]
+    rivals = [rival for item in components if (rival := getattr(item, "scheduler", item)) is not schedule]
     is_alone = all(getattr(rival, "optimizer", None) is not schedule.optimizer for rival in rivals)
     if before == now or not (is_alone and _has_formula(schedule) and _place_of(own) == 0):
         return _placed(schedule, state)
@@ -234,14 +234,17 @@ def _has_formula(schedule: Any) -> bool:
 
 def _place_of(state: Mapping[str, Any]) -> int:
     """Return the count of a schedule's steps, -1 if it has none; a chained one has only those of its parts."""
-    parts = state.get("_schedulers", ())
-    return int(state["last_epoch"]) if "last_epoch" in state else max(map(_place_of, parts), default=-1)
+    members = state.get("_schedulers", ())
+    return int(state["last_epoch"]) if "last_epoch" in state else max(map(_place_of, members), default=-1)
 
 
 def _step_to(schedule: lr_scheduler.LRScheduler, steps: int, rates: Sequence[Any]) -> None:
     """Step a schedule that stands where it begins, with these rates."""
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=False):
-        group["lr"] = torch.full_like(group["lr"], float(rate)) if isinstance(group["lr"], Tensor) else rate
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(float(rate))
+        else:
+            group["lr"] = rate
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of steps without the optimizer's
         for _ in range(steps):

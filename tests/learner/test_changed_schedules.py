@@ -106,6 +106,19 @@ def test_a_changed_setting_is_told_and_an_equal_schedule_is_not(caplog: pytest.L
         assert place(4, 7) == ["StepLR: step_size is 7 as the script sets it, not 4 as in the checkpoint"]
 
 
+def test_a_rate_that_is_a_tensor_stays_that_tensor() -> None:
+    rate = torch.tensor(0.01)
+    optimizers = [torch.optim.SGD(net().parameters(), lr=lr) for lr in (0.01, rate)]
+    old, new = (lr_scheduler.CosineAnnealingLR(optimizer, 6 * n) for n, optimizer in enumerate(optimizers, 1))
+    optimizers[0].step()
+    for _ in range(6):
+        old.step()
+    rate.fill_(0.0)  # from the checkpoint
+    new.load_state_dict(place_schedule(new, old.state_dict()))
+    assert optimizers[1].param_groups[0]["lr"] is rate
+    assert float(rate) == pytest.approx(0.005)
+
+
 def test_of_two_schedules_of_one_optimizer_none_is_stepped_alone() -> None:
     optimizers = [make(net()) for _ in range(2)]
     pairs = [
