@@ -181,9 +181,11 @@ def place_schedule(component: Any, state: dict[str, Any], components: Collection
     before, now = _settings(state), _settings(own)
     rivals = [rival for item in components if (rival := getattr(item, "scheduler", item)) is not schedule]
     is_alone = all(getattr(rival, "optimizer", None) is not schedule.optimizer for rival in rivals)
-    if before == now or not (is_alone and _has_formula(schedule) and _place_of(own) == 0):
+    if before == now or type(schedule).__module__ != lr_scheduler.__name__:
         return _placed(schedule, state)
     tell_changes(_changes(before, now), type(schedule).__name__)
+    if not (is_alone and _has_formula(schedule) and _place_of(own) == 0):
+        return _placed(schedule, state)
     if (steps := _place_of(state)) < 0:
         log.warning("%s: begun anew, for the checkpoint has another kind of schedule", type(schedule).__name__)
     _step_to(schedule, steps, own["_last_lr"])

@@ -119,7 +119,7 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor() -> None:
     assert float(rate) == pytest.approx(0.005)
 
 
-def test_of_two_schedules_of_one_optimizer_none_is_stepped_alone() -> None:
+def test_of_two_schedules_of_one_optimizer_none_is_stepped_alone(caplog: pytest.LogCaptureFixture) -> None:
     optimizers = [make(net()) for _ in range(2)]
     pairs = [
         (lr_scheduler.StepLR(optimizer, size), lr_scheduler.ExponentialLR(optimizer, 0.9))
@@ -133,6 +133,7 @@ def test_of_two_schedules_of_one_optimizer_none_is_stepped_alone() -> None:
         new.load_state_dict(place_schedule(new, old.state_dict(), pairs[1]))
     assert [schedule.last_epoch for schedule in pairs[1]] == [1, 1]
     assert optimizers[1].param_groups[0]["lr"] == 0.004
+    assert caplog.messages == ["StepLR: step_size is 4 as the script sets it, not 3 as in the checkpoint"]
 
 
 class Titans:
