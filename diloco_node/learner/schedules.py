@@ -174,25 +174,27 @@ def place_schedule(component: Any, state: dict[str, Any], components: Collection
     schedule = getattr(component, "scheduler", component)  # Accelerate's wrapper has the state of what it wraps
     members = getattr(component, "schedulers", None)
     if isinstance(members, list) and members and "last_epoch" in state:  # torchtitan's list has that of the first
-        return _placed(members[0], state) if isinstance(members[0], lr_scheduler.LRScheduler) else state
-    if not isinstance(schedule, lr_scheduler.LRScheduler):
-        return state
+        return _position(members[0], state) if isinstance(members[0], lr_scheduler.LRScheduler) else state
+    return _at_place(schedule, state, components) if isinstance(schedule, lr_scheduler.LRScheduler) else state
+
+
+def _at_place(schedule: lr_scheduler.LRScheduler, state: dict[str, Any], components: Collection[Any]) -> dict[str, Any]:
     own = schedule.state_dict()
     before, now = _settings(state), _settings(own)
+    if before == now or type(schedule).__module__ != lr_scheduler.__name__:
+        return _position(schedule, state)
+    tell_changes(_changes(before, now), type(schedule).__name__)
     rivals = [rival for item in components if (rival := getattr(item, "scheduler", item)) is not schedule]
     is_alone = all(getattr(rival, "optimizer", None) is not schedule.optimizer for rival in rivals)
-    if before == now or type(schedule).__module__ != lr_scheduler.__name__:
-        return _placed(schedule, state)
-    tell_changes(_changes(before, now), type(schedule).__name__)
     if not (is_alone and _has_formula(schedule) and _place_of(own) == 0):
-        return _placed(schedule, state)
+        return _position(schedule, state)
     if (steps := _place_of(state)) < 0:
         log.warning("%s: begun anew, for the checkpoint has another kind of schedule", type(schedule).__name__)
     _step_to(schedule, steps, own["_last_lr"])
     return schedule.state_dict()
 
 
-def _placed(schedule: lr_scheduler.LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
+def _position(schedule: lr_scheduler.LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
     own = schedule.state_dict()
     if type(schedule).__module__ != lr_scheduler.__name__:
         return state | {"base_lrs": own.get("base_lrs", state.get("base_lrs"))}
@@ -201,7 +203,7 @@ def _placed(schedule: lr_scheduler.LRScheduler, state: dict[str, Any]) -> dict[s
     if len(members) != len(states):
         raise ValueError(f"a {type(schedule).__name__} of {len(states)} schedules was kept, here it has {len(members)}")
     if members:
-        position["_schedulers"] = [_placed(*pair) for pair in zip(members, states, strict=True)]
+        position["_schedulers"] = [_position(*pair) for pair in zip(members, states, strict=True)]
     if "_last_lr" in own:
         position["_last_lr"] = [float(group["lr"]) for group in schedule.optimizer.param_groups]
     return position
