@@ -105,6 +105,7 @@ class StepBoundaries:
             self.wish.pass_on(self.ranks, session)
         if look is not None:
             look(boundary.has_orders or bool(fragments.incoming))
+            self.checkpoints.stepped()
             fragments.replicas.check(fragments.step + 1, self.ranks.greatest)
         fragments.revert.verify()
         if warning := fragments.revert.take_warning():
@@ -124,6 +125,8 @@ class StepBoundaries:
                 for answer in answers:
                     session.reply(answer)
             fragments.encode_taken()
+        if boundary.wants_checkpoint and boundary.is_idle:
+            self.checkpoints.choose_keepers()
         self.checkpoints.all_wrote(boundary.written_step)
         if session is not None:
             session.stand(boundary.written_step)
@@ -153,6 +156,8 @@ class StepBoundaries:
 
     def are_leaving(self, is_stopping: bool) -> bool:
         """Whether the ranks stop, for good or because some process was asked to, and can meet. All call it."""
+        if self.ranks.can_meet:
+            self.checkpoints.choose_keepers()  # for the last one
         return self.ranks.can_meet and (is_stopping or self.are_asked_to_stop())
 
     def are_idle(self) -> bool:

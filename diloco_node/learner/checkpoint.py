@@ -184,7 +184,7 @@ class Checkpoint:
                 if name in self.stateful:
                     state = unflatten(self.stateful[name], self.tensors, cache(partial(_own_tensors, name, component)))
                     check_workers(name, component, state)
-                    component.load_state_dict(place_schedule(component, state))
+                    component.load_state_dict(place_schedule(component, state, stateful.values()))
             if news := sorted(stateful.keys() - self.stateful.keys()):
                 spares = sorted(self.stateful.keys() - stateful.keys())
                 hint = f"; it has {', '.join(map(repr, spares))}, which attach() was not given" if spares else ""

@@ -89,6 +89,8 @@ class Checkpointing:
         self._every_s = every_s
         self._warn = warn
         self._parts: OptimizerParts | None = None
+        # None before `resume`, and where nothing is kept: so it is on all of them.
+        self._ranks: Ranks | None = None
         self._writer: CheckpointWriter | None = None
         self._saved_at_s = time.monotonic()
         self._whole: tuple[int, int] | None = None
@@ -122,6 +124,9 @@ class Checkpointing:
                 names = ", ".join(["optimizer", *self.stateful] if self.optimizer is not None else self.stateful)
                 log.info("from the checkpoint at step %d: %s", progress.global_step, names or "random generators")
                 break
+        if self._parts is not None:
+            self._parts.begin()
+        self._ranks = ranks
         if ranks.is_first:
             self._loop_state = LoopState(tensors, self.stateful, self._warn, self.optimizer)
         return progress
@@ -212,6 +217,19 @@ class Checkpointing:
             return False
         pause_s = min(self._every_s, max(EVERY_MIN_S, self._writer.took_s / COST_PART))
         return time.monotonic() - self._saved_at_s >= pause_s
+
+    def stepped(self) -> None:
+        """Hear of a step's boundary."""
+        if self._parts is not None:
+            self._parts.tell_jumps()
+
+    def choose_keepers(self) -> None:
+        """Agree on which rank keeps what of the optimizer's state. All ranks call it."""
+        if self._ranks is not None and self._ranks.size > 1:
+            marks = {} if self._parts is None else self._parts.marks()
+            rows = [json.loads(text) for text in self._ranks.all_bytes(json.dumps(marks).encode())]
+            if self._parts is not None:
+                self._parts.choose(rows, self._ranks.rank)
 
     def save_before_pause(self, progress: TrainingProgress) -> None:
         """Save where the loop is about to make no steps for long, unless the last one is new for what one takes."""

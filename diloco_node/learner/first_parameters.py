@@ -14,7 +14,7 @@ from weakref import ref
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import nn
 
 from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.types import FragmentPosition
@@ -30,8 +30,9 @@ SAME: Final = 2.0**-8
 """Distance, in lengths of the values, that may be between the same parameters in types of different precision."""
 
 NAMES_SHOWN: Final = 4
-_TRAINED: Final[list[ref[Tensor]]] = []
-"""A tensor of each model that this process has given to a run: what is in it afterwards is no beginning."""
+_TRAINED: Final[list[ref[nn.Module]]] = []
+"""A layer of each model that this process has given to a run: what is in it afterwards is no beginning. None of its
+tensors: torch can't put another in the place of one with a reference, as where DTensors change their device."""
 
 WAY_ON: Final = "Make or load the same in the scripts of all regions, or set run.init"
 
@@ -81,7 +82,9 @@ class FirstParameters:
 
     def difference(self, positions: list[FragmentPosition]) -> str:
         """Say how they differ from those that the run began with; empty: they don't, or nobody knows. All call it."""
-        first = next(iter(self._tensors.followed.values()), None)  # a rank may have frozen layers alone
+        tensors, modules = self._tensors.names.keys(), self._tensors.model.modules()
+        # None: a rank may have frozen layers alone.
+        first = next((module for module in modules if not tensors.isdisjoint(module._parameters.values())), None)
         is_trained = first is not None and any(trained() is first for trained in _TRAINED)
         if any(self._ranks.all_bytes(b"1" if is_trained else b"")):
             return ""

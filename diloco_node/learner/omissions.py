@@ -57,7 +57,8 @@ def attach_warnings(tensors: ModelTensors, merged_names: Sequence[str]) -> list[
     if tensors.strangers:
         warnings.append(
             f"{_amount(tensors.strangers)} that the optimizer holds are not in the model: each region trains them "
-            "alone. Give attach() every module that is trained, attach([model, criterion], ...)"
+            "alone, and each start begins them anew. Give attach() every module that is trained, attach([model, "
+            "criterion], ...)"
         )
     return [text for text in warnings if text]
 

@@ -8,6 +8,7 @@ moments that it had. Values that have not a parameter's shape, such as a count o
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.shard_map import Box, ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
 from diloco_node.learner.nested import check_plain, cut_like, flatten, unflatten
-from diloco_node.learner.schedules import Changes, is_same, script_settings, take_settings, tell_changes
+from diloco_node.learner.schedules import BEGIN, Changes, is_same, script_settings, take_settings, tell_changes
 from diloco_node.learner.several_optimizers import (
     findings_of,
     inner_of,
@@ -35,6 +36,14 @@ Json = dict[str, Any]
 
 LATER_STATES: Final = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
 """States, zero at first, that optimizers of torch's make in a parameter's first step alone; by the setting for it."""
+
+
+JUMP_UP: Final = 2.5
+JUMP_DOWN: Final = 10.0
+"""A rate that begins anew is as high as at first, or is warmed up again. The second step of a warm-up has twice the
+rate of the first. A region that was away for long finds it lower."""
+
+log = logging.getLogger("diloco_node.learner")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +82,10 @@ class OptimizerParts:
     """How the parameters of an optimizer are called, and what of them lies here.
 
     tensors: the model's; None: nothing is known but the order of the parameters. shards: who owns what; what another
-    rank owns is not kept.
+    rank owns is not kept. rank: this one.
+
+    Muon of Keller Jordan updates each parameter on one rank, which alone has its momentum, and gathers the parameters.
+    So of the ranks that hold the same, that one keeps a state which has written to it since `begin` (`choose`).
     """
 
     def __init__(
@@ -87,14 +99,16 @@ class OptimizerParts:
         self._script = [script_settings(group, findings_of(optimizer)) for group in optimizer.param_groups]
         # By group what only the loop had changed before the restart.
         self._drifts: list[Changes] = []
+        # By group the rate of a checkpoint, at the script's scale; 0 where the script has set another.
+        self._rates: list[float] = []
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         name_of = {} if tensors is None else tensors.names
         names = [name_of.get(parameter, "") for parameter in self._parameters]
         self._boxes = [
             tensors.boxes[name][0] if tensors is not None and name and tensors.boxes[name] else None for name in names
         ]
-        self._is_kept = [
-            box is None or shards is None or shards.owner(name, box) == rank
+        owners = [
+            None if box is None or shards is None or not shards.followers(name, box) else shards.owner(name, box)
             for name, box in zip(names, self._boxes, strict=True)
         ]
         # Two optimizers may train one parameter, each with moments of its own.
@@ -103,6 +117,42 @@ class OptimizerParts:
         for name in names:
             counts[name] += 1
             self._names.append(f"{name} ({counts[name]})" if name and counts[name] > 1 else name)
+        # Of what several ranks hold, its owner and its name; empty where this rank is alone.
+        self._keys = [
+            "" if owner is None else f"{owner} {name}" for owner, name in zip(owners, self._names, strict=True)
+        ]
+        # What others keep, and what they have newer.
+        self._other_keys = {key for key, owner in zip(self._keys, owners, strict=True) if owner not in (None, rank)}
+        self._old_keys: set[str] = set()
+        self._first_writes: dict[str, list[tuple[int, int]]] = {}
+
+    def begin(self) -> None:
+        """Note the state that the optimizer begins with."""
+        self._first_writes = self._writes()
+
+    def marks(self) -> dict[str, int]:
+        """Say what is here of the states that other ranks may have: 0 none, 1 as it was at `begin`, 2 a newer one."""
+        writes = self._writes()
+        return {
+            key: 0 if key not in writes else 1 + (writes[key] != self._first_writes.get(key))
+            for key in filter(None, self._keys)
+        }
+
+    def choose(self, rows: Sequence[Mapping[str, int]], rank: int) -> None:
+        """Keep what no other rank has newer, nor a lower one as new. rows: `marks` of all ranks. rank: this one."""
+        best = {key: max((row.get(key, 0), -at) for at, row in enumerate(rows)) for key in rows[rank]}
+        self._other_keys = {key for key, mark in rows[rank].items() if best[key] != (mark, -rank)}
+        self._old_keys = {key for key, mark in rows[rank].items() if mark < best[key][0]}
+
+    def _writes(self) -> dict[str, list[tuple[int, int]]]:
+        """Return by key which tensors each state has, and how often each was written to."""
+        members = [(inner, parameter) for inner in inner_of(self._optimizer) for parameter in parameters_of(inner)]
+        states = [getattr(inner, "state", {}).get(parameter) or {} for inner, parameter in members]
+        return {
+            key: [(id(item), item._version) for item in state.values() if isinstance(item, Tensor)]
+            for key, state in zip(self._keys, states, strict=False)
+            if state
+        }
 
     def keep(self) -> Kept:
         """Return what this rank keeps now; not copies.
@@ -124,7 +174,7 @@ class OptimizerParts:
         if extras:  # belongs to no parameter
             document["extras"] = flatten("extras", extras, tensors)
         for index, values in state["state"].items():
-            if index in extras:
+            if index in extras or self._keys[index] in self._old_keys:
                 continue
             prefix = f"state.{index}"
             document["state"][str(index)] = _split(prefix, values, tensors)
@@ -139,7 +189,7 @@ class OptimizerParts:
                     document["narrow"][name] = [type(local).__name__, bool(getattr(local, "signed", True))]
                 if box is not None and local.shape == shape:
                     boxes[name] = box
-                    if not self._is_kept[index]:
+                    if self._keys[index] in self._other_keys:
                         del tensors[name], boxes[name]
         settings = settings_of(self._optimizer)
         for index, group in enumerate(state["param_groups"]):
@@ -184,6 +234,8 @@ class OptimizerParts:
             for key, pair in group_changes.items():
                 changes[key if changes.get(key) in (None, pair) else f"{key} of group {at}"] = pair
             self._drifts.append(drifts)
+            is_other = place is None or ("lr" in group_changes and BEGIN not in group)
+            self._rates.append(0.0 if is_other else float(drifts.get("lr", [group.get("lr", 0.0)])[0]))
             settings_now = {key for key, (old, own) in group_changes.items() if own and not old}
             keys = [state for key, state in LATER_STATES.items() if key in settings_now]
             additions += [keys for _ in group["params"]]
@@ -206,6 +258,21 @@ class OptimizerParts:
             place for place, group in enumerate(groups) for index in group["params"] if names[index] in own_names
         )
         return counts.most_common(1)[0][0] if counts else None
+
+    def tell_jumps(self) -> None:
+        """Log where the first step after a restart was made with quite another rate than the last one before; once."""
+        rates, self._rates = self._rates, []
+        for group, before, drifts in zip(self._optimizer.param_groups, rates, self._drifts, strict=False):
+            now = group.get("lr")
+            if not isinstance(now, float) or before / JUMP_DOWN < now < before * JUMP_UP:
+                continue
+            if before and not ("lr" in drifts and is_same(now, drifts["lr"][1])):  # else `tell_drifts` does
+                log.warning(
+                    "optimizer: lr is %g in the first step, and was %g at the checkpoint: if a schedule or a count of "
+                    "steps begins anew, give it to attach(stateful=...), or count by diloco.global_step",
+                    now,
+                    before,
+                )
 
     def tell_drifts(self) -> None:
         """Log what the loop had changed before the restart, and has not again by now; once."""

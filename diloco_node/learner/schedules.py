@@ -10,12 +10,15 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
+
+from diloco_node.learner.several_optimizers import settings_of
 
 POSITIONS: Final = frozenset(
     {"last_epoch", "_step_count", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "_schedulers"}
@@ -30,6 +33,9 @@ SCHEDULE_KEYS: Final = (BEGIN, "max_lr", "min_lr", "base_momentum", "max_momentu
 
 ROUNDED: Final = 1e-6
 """A rate that was a tensor of float32 is the same as a number."""
+
+SCALER: Final = ("growth_factor", "backoff_factor", "growth_interval")
+"""Settings of a gradient scaler of torch's; its state is empty where it was not enabled."""
 
 _SCRIPT: Final = "diloco: as the script made it"
 """Key of a schedule's settings in a checkpoint."""
@@ -158,11 +164,51 @@ def is_same(old: Any, own: Any) -> bool:
     return bool((list(old) if isinstance(old, tuple) else old) == (list(own) if isinstance(own, tuple) else own))
 
 
-def place_schedule(schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return what a schedule is to load: its own settings at a checkpoint's position; if it is not torch's, all."""
-    schedule = below_wrapper(schedule)
-    if not isinstance(schedule, lr_scheduler.LRScheduler):
-        return state
+def place_schedule(component: Any, state: dict[str, Any], components: Collection[Any] = ()) -> dict[str, Any]:
+    """Return the state that `component.load_state_dict` is to be given: its own settings at a checkpoint's position.
+
+    A schedule of torch's with other settings than before is stepped to its position, for most of them compute a rate
+    from the one before it: a cosine that has come to zero would stay there, however long it is now.
+
+    component: any, also in a wrapper; one that is no schedule, optimizer or gradient scaler of torch's gets all of the
+        state. state: from the checkpoint. components: of the loop; others may change the same rates.
+
+    Raises ValueError: it has other parts than before, and can't be stepped there.
+    """
+    if isinstance(component, torch.amp.GradScaler):
+        own_state = component.state_dict()
+        tell_changes(_changes(state, {key: own_state[key] for key in SCALER if key in own_state}), "gradient scaler")
+        return state | {key: value for key, value in own_state.items() if key in SCALER or key not in state}
+    if isinstance(component, torch.optim.Optimizer) and "param_groups" in state:  # of a model that is not merged
+        groups = [dict(group) for group in state["param_groups"]]
+        for group, own_group in zip(groups, component.state_dict()["param_groups"], strict=False):
+            changes, drifts = take_settings(group, own_group, settings_of(component), {})
+            tell_changes(changes | drifts, type(component).__name__)
+        return state | {"param_groups": groups}
+    schedule = below_wrapper(component)
+    members = getattr(component, "schedulers", None)
+    if isinstance(members, list) and members and "last_epoch" in state:  # torchtitan's list has that of the first
+        return _position(members[0], state) if isinstance(members[0], lr_scheduler.LRScheduler) else state
+    return _at_place(schedule, state, components) if isinstance(schedule, lr_scheduler.LRScheduler) else state
+
+
+def _at_place(schedule: lr_scheduler.LRScheduler, state: dict[str, Any], components: Collection[Any]) -> dict[str, Any]:
+    own = schedule.state_dict()
+    before, now = _settings(state), _settings(own)
+    if before == now or type(schedule).__module__ != lr_scheduler.__name__:
+        return _position(schedule, state)
+    tell_changes(_changes(before, now), type(schedule).__name__)
+    rivals = [rival for item in components if (rival := below_wrapper(item)) is not schedule]
+    is_alone = all(getattr(rival, "optimizer", None) is not schedule.optimizer for rival in rivals)
+    if not (is_alone and _has_formula(schedule) and _place_of(own) == 0):
+        return _position(schedule, state)
+    if (steps := _place_of(state)) < 0:
+        log.warning("%s: begun anew, for the checkpoint has another kind of schedule", type(schedule).__name__)
+    _step_to(schedule, steps, own["_last_lr"])
+    return schedule.state_dict()
+
+
+def _position(schedule: lr_scheduler.LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
     own = schedule.state_dict()
     if type(schedule).__module__ != lr_scheduler.__name__:
         return state | {"base_lrs": own.get("base_lrs", state.get("base_lrs"))}
@@ -171,12 +217,56 @@ def place_schedule(schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
     if len(members) != len(states):
         raise ValueError(f"a {type(schedule).__name__} of {len(states)} schedules was kept, here it has {len(members)}")
     if members:
-        position["_schedulers"] = [
-            place_schedule(member, member_state) for member, member_state in zip(members, states, strict=True)
-        ]
+        position["_schedulers"] = [_position(*pair) for pair in zip(members, states, strict=True)]
     if "_last_lr" in own:
         position["_last_lr"] = [float(group["lr"]) for group in schedule.optimizer.param_groups]
     return position
+
+
+def _settings(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a schedule's state a script has set, as JSON; of those inside of it, too."""
+    settings: dict[str, Any] = {}
+    for key, value in state.items():
+        if key == "_schedulers":
+            members = enumerate(map(_settings, value))
+            settings |= {f"{name} of part {at}": own for at, member in members for name, own in member.items()}
+        elif key not in {*POSITIONS, "_last_lr", "base_lrs", "lr_lambdas"}:
+            settings[key.lstrip("_")] = json.loads(json.dumps(value, default=lambda _: None))
+    return settings
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+    """Return the settings that differ, but for what torch makes of them."""
+    return {
+        key: (before[key], value)
+        for key, value in now.items()
+        if key in before and before[key] != value and key != "schedule_phases"
+    }
+
+
+def _has_formula(schedule: Any) -> bool:
+    """Whether it is torch's, and nothing else than the count of its steps says where it is."""
+    is_torchs = type(schedule).__module__ == lr_scheduler.__name__ and not lowers_rates(schedule)
+    return is_torchs and all(map(_has_formula, getattr(schedule, "_schedulers", ())))
+
+
+def _place_of(state: Mapping[str, Any]) -> int:
+    """Return the count of a schedule's steps, -1 if it has none; a chained one has only those of its parts."""
+    members = state.get("_schedulers", ())
+    return int(state["last_epoch"]) if "last_epoch" in state else max(map(_place_of, members), default=-1)
+
+
+def _step_to(schedule: lr_scheduler.LRScheduler, steps: int, rates: Sequence[Any]) -> None:
+    """Step a schedule that stands where it begins, with these rates."""
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=False):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(float(rate))
+        else:
+            group["lr"] = rate
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of steps without the optimizer's
+        for _ in range(steps):
+            schedule.step()
 
 
 def tell_changes(changes: Changes, label: str = "optimizer") -> None:

@@ -184,3 +184,18 @@ def test_a_model_that_is_attached_again_begins_with_what_it_has_trained(folder: 
         diloco_node.attach(model, checkpoint_every_s=0).close()
         daemon.wait_detached()
         assert not [message for message in daemon.said if isinstance(message, Warned)]
+
+
+@pytest.mark.parametrize("is_in_run", [True, False])
+def test_tensors_of_a_model_may_be_swapped_as_where_dtensors_go_to_another_device(
+    folder: Path, is_in_run: bool, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(lambda: torch.__future__.set_swap_module_params_on_conversion(False))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    model = net()
+    with FakeDaemon(folder), diloco_node.attach(model):
+        if is_in_run:
+            model.double()
+            model.float()
+    model.double()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}

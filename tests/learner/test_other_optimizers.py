@@ -127,7 +127,9 @@ def test_weights_outside_of_the_model_are_told_and_merged_when_their_module_is_g
     model, criterion = net(), nn.Bilinear(2, 2, 1)
     optimizer = torch.optim.AdamW([*model.parameters(), *criterion.parameters()])
     with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
-        assert "2 parameters (20 bytes) that the optimizer holds are not in the model" in daemon.wait_for(Warned).text
+        text = daemon.wait_for(Warned).text
+        assert "2 parameters (20 bytes) that the optimizer holds are not in the model" in text
+        assert "each start begins them anew" in text
         train(model, optimizer, diloco)
     with FakeDaemon(folder) as daemon, diloco_node.attach([model, criterion], optimizer) as diloco:
         assert sum(vector.size for vector in daemon.theta) == 146 + 5

@@ -438,13 +438,14 @@ def test_a_schedule_that_is_not_torchs_has_the_settings_that_the_script_has_chan
         assert len([record for record in caplog.records if record.message.startswith(name)]) == number
 
 
-def test_a_schedule_of_more_parts_than_before_is_named() -> None:
-    def build(count: int) -> lr_scheduler.ChainedScheduler:
+def test_a_schedule_of_more_parts_than_before_is_named_where_it_has_no_formula() -> None:
+    def build(*kinds: Any) -> Any:
         optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-        return lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(optimizer, 0.9) for _ in range(count)])
+        return lr_scheduler.ChainedScheduler([kind(optimizer, 20) for kind in kinds])
 
-    with pytest.raises(ValueError, match="a ChainedScheduler of 2 schedules was kept, here it has 3"):
-        place_schedule(build(3), build(2).state_dict())
+    own, kept = build(WarmUp, WarmUp), build(WarmUp)
+    with pytest.raises(ValueError, match="a ChainedScheduler of 1 schedules was kept, here it has 2"):
+        place_schedule(own, kept.state_dict())
 
 
 def test_what_is_no_schedule_gets_all_of_its_state() -> None:

@@ -42,7 +42,8 @@ class VersionEffects(EffectContext):
                 self.post(ev.CheckpointWritten(fragment, *checkpoint))
 
     async def _payload_parts(self, body: RoundBody) -> tuple[list[U8], bool]:
-        """The committed payload by stripes, from memory if it is the very one, else from disk; whether it was checked."""
+        """The committed payload by stripes, from memory if it is the very one, else from disk; whether all was
+        checked."""
         stripes = self.table.payload(body.ballot, body.fragment, body.version, body.stripes)
         if payload_digest([stripe.digest for stripe in stripes]) == body.payload_digest:
             return [stripe.encoded for stripe in stripes], True

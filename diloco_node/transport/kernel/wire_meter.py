@@ -42,7 +42,8 @@ class LinkCounters:
     """Sums over one peer's sockets, dead ones included; bytes as an interface counts them, since start.
 
     Attributes:
-        first_bytes_out: payload sent for the first time, with headers. other_bytes_out: acknowledgements and retransmissions.
+        first_bytes_out: payload sent for the first time, with headers.
+        other_bytes_out: acknowledgements and retransmissions.
         delivered_bytes: of what went out for the first time, acknowledgements included, what has arrived.
         segments_out, segments_in: packets. rtt_min_ns: the least round trip of a living socket; 0: not known.
     """
