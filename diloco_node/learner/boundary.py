@@ -227,7 +227,7 @@ class StepBoundaries:
 
         Returns the last one.
         """
-        noted_s = time.monotonic()
+        noted_s, self.terminate.is_holding = time.monotonic(), self.ranks.size > 1
         while True:
             boundary = self.cross(0)
             is_waiting = self._is_without_data()
