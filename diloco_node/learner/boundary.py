@@ -77,8 +77,9 @@ class StepBoundaries:
                 "thread. The model may hold a part of a merge: call close(), and attach() again"
             )
         self.is_crossing.set()
-        yield
-        self.is_crossing.clear()
+        with self.terminate.held():
+            yield
+            self.is_crossing.clear()
 
     def cross(self, tokens: int, look: Look | None = None) -> Boundary:
         """Carry out what the ranks agree on, and return it. Without `look` no step was made: versions are taken.
@@ -227,7 +228,8 @@ class StepBoundaries:
 
         Returns the last one.
         """
-        noted_s, self.terminate.is_holding = time.monotonic(), self.ranks.size > 1
+        noted_s = time.monotonic()
+        self.terminate.is_holding |= self.ranks.size > 1
         while True:
             boundary = self.cross(0)
             is_waiting = self._is_without_data()

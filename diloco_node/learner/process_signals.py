@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import math
@@ -10,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
 from typing import ClassVar, Final
@@ -47,8 +48,8 @@ class TerminateFlag:
     Attributes:
         is_set: SIGTERM came, or the script leaves its loop for another stop signal.
         note: called at each such signal, in its handler.
-        is_holding: there are other ranks, which may be in the middle of a step: an exit by a handler of the script's
-            waits until all of them know that they are to leave.
+        is_holding: an exit by a handler of the script's waits: for the end of a boundary or, where there are other
+            ranks, which may be in the middle of a step, until all of them know that they are to leave.
     """
 
     def __init__(self) -> None:
@@ -143,6 +144,17 @@ class TerminateFlag:
                 if not self.is_holding or os.getpid() != self._pid:
                     raise
                 self.is_set = True
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Have an exit by a handler of the script's wait for the end of the block, at least."""
+        before, was_holding, self.is_holding = self._exit, self.is_holding, True
+        try:
+            yield
+        finally:
+            self.is_holding = was_holding
+        if self._exit not in (None, before) and not was_holding:
+            raise self._exit
 
     def exit_late(self, *, are_told: bool) -> None:
         """Exit as a handler of the script's wanted to, where its loop goes on though all ranks were told to leave."""

@@ -1,14 +1,19 @@
-"""A handler of the script's that exits on one rank, while the others are in the middle of a step."""
+"""A handler of the script's that exits in the middle of a step, of its own rank or of the others."""
 
 import json
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+import diloco_node
 from diloco_node.learner.checkpoint import newest_first
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, MemoryStore, PlaceMark, request_area
+from diloco_node.wire.learner_link import Failed
 from tests.kit.fake_daemon import Done, FakeDaemon
 from tests.kit.shard_ranks import Ranks, run_program
+from tests.kit.watched_model import make, net, train
 
 pytestmark = pytest.mark.e2e
 
@@ -74,3 +79,37 @@ def test_a_loop_that_does_not_look_exits_at_its_next_step_and_no_rank_waits(tmp_
         assert json.loads(ranks.answer(1))["end"] == "SystemExit 0"  # type: ignore[arg-type]
         ranks.processes[1].kill()
         assert "another rank of this region has ended" in json.loads(ranks.answer(0))["end"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("code", [0, 143])
+def test_an_exit_within_a_step_waits_for_its_end(folder: Path, code: int) -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: sys.exit(code))
+    model = net()
+    optimizer = make(model)
+    steps: list[int] = []
+
+    def learn() -> None:
+        with diloco_node.attach(model, optimizer) as diloco:
+            train(model, optimizer, diloco, 2)
+            session = diloco._session
+            assert session is not None
+            count = session.count
+
+            def count_and_exit() -> None:
+                steps.append(diloco.steps)
+                signal.raise_signal(signal.SIGUSR1)
+                count()
+
+            session.count = count_and_exit  # type: ignore[method-assign]
+            train(model, optimizer, diloco, 2)
+
+    try:
+        with FakeDaemon(folder) as daemon:
+            with pytest.raises(SystemExit):
+                learn()
+            daemon.wait_detached()
+            assert not [message for message in daemon.said if isinstance(message, Done | Failed)]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert steps == [3]
+    assert newest_first(folder / "learner" / "checkpoints")[0].step == 3, "it left in order"
