@@ -14,6 +14,7 @@ The trainer saves the merged parameters, in mid-run too.
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -78,7 +79,11 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         stateful = self._stateful(trainer) | self._options.get("stateful", {})
         self._epoch = _Epoch(trainer, has_data="data" in stateful)
         stateful = {"epoch": self._epoch} | stateful
+        handlers: list[Any] = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
         self.diloco = attach(pl_module, trainer.optimizers[0], **{**self._options, "stateful": stateful})
+        if trainer.world_size > 1 and self.diloco.is_attached:
+            # It calls a collective of all ranks wherever each one is. Ours has them leave at one boundary.
+            handlers[:] = [item for item in handlers if item != trainer._signal_connector._sigterm_notifier_fn]
         self._unhook = trainer.optimizers[0].register_step_post_hook(self._note_step).remove
         self.diloco.save_merged(pl_module, is_asked=False)
         fit = trainer.fit_loop
@@ -135,6 +140,8 @@ class LightningDiloco(Callback):  # type: ignore[misc]
             self.diloco.step(tokens=self._tokens, loss=loss if isinstance(loss, Tensor) and not number else None)
             self._tokens = 0
         trainer.should_stop |= self.diloco.should_stop
+        # Then it ends after this batch, and validates nothing more.
+        trainer._signal_connector.received_sigterm |= self.diloco.is_interrupted
 
     def _note_step(self, *_: Any) -> None:
         self._own_steps += 1

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from diloco_node.core.merge.adapter_names import adapters_of, is_of_base, saved_name
+from diloco_node.core.merge.adapter_names import adapters_of, is_layer, is_of_base, saved_name
 from diloco_node.errors import ConfigError
 from diloco_node.numeric import F32
 
@@ -142,6 +142,8 @@ def one_line(error: BaseException) -> str:
 def save_adapter(folder: Path, tensors: Mapping[str, F32], source: Path | None, *, dtype: str) -> SavedModel:
     """Write `adapter_model.safetensors` and a copy of `adapter_config.json`, from `source` or the folder with it.
 
+    Frozen layers that PEFT has saved there, such as an embedding of another size than the base model's, are copied.
+
     Raises ConfigError: there is no such config, or the folder's adapter has other tensors; several adapters train.
     """
     config = None if source is None else source / ADAPTER_CONFIG if source.is_dir() else source
@@ -151,7 +153,8 @@ def save_adapter(folder: Path, tensors: Mapping[str, F32], source: Path | None, 
             "PEFT's save_pretrained wrote"
         )
     try:
-        is_lora = json.loads(config.read_text(encoding="utf-8"))["peft_type"] == "LORA"
+        document = json.loads(config.read_text(encoding="utf-8"))
+        is_lora, has_layers = document["peft_type"] == "LORA", bool(document.get("modules_to_save"))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{config} can't be read as PEFT's {ADAPTER_CONFIG}: {error}") from error
     if not is_lora:
@@ -161,26 +164,33 @@ def save_adapter(folder: Path, tensors: Mapping[str, F32], source: Path | None, 
         raise ConfigError(f"the run trains the adapters {', '.join(adapters)}: PEFT keeps each in files of its own")
     kind: torch.dtype = getattr(torch, dtype)
     values = {saved_name(name): torch.from_numpy(value).to(kind).contiguous() for name, value in tensors.items()}
-    _check_same(config.parent / ADAPTER_WEIGHTS, {name: tuple(value.shape) for name, value in values.items()})
+    shapes = {name: tuple(value.shape) for name, value in values.items()}
+    values |= _frozen_beside(config.parent / ADAPTER_WEIGHTS, shapes, has_layers=has_layers)
     save_file(values, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     shutil.copyfile(config, folder / ADAPTER_CONFIG)
     return SavedModel(is_plain=False)
 
 
-def _check_same(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _frozen_beside(path: Path, shapes: Mapping[str, tuple[int, ...]], *, has_layers: bool) -> dict[str, torch.Tensor]:
+    """Return layers in PEFT's file that the run does not train. Raises ConfigError: it has another adapter.
+
+    has_layers: the adapter trains whole layers, which have such names.
+    """
     if not path.is_file():
-        return
+        return {}
     try:
-        with safe_open(path, framework="np") as file:
+        with safe_open(path, framework="pt") as file:
             file_shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+            strangers = [name for name in file_shapes if name not in shapes and not is_of_base(name)]
+            layers = [name for name in strangers if not has_layers and is_layer(name)]
+            frozen = {name: file.get_tensor(name) for name in layers}
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path} can't be read: {error}") from error
-    for name in sorted(file_shapes.keys() | shapes.keys()):
-        if name not in shapes and is_of_base(name):
-            continue
+    for name in sorted({*shapes, *strangers} - frozen.keys()):
         if file_shapes.get(name) != shapes.get(name):
             there, here = file_shapes.get(name, "not there"), shapes.get(name, "not there")
             raise ConfigError(f"{path} is another adapter than the run's: {name} is {there}, in the run {here}")
+    return frozen
 
 
 def save_dcp(folder: Path, tensors: Mapping[str, F32], *, dtype: str) -> SavedModel:

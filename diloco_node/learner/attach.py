@@ -134,7 +134,6 @@ class Diloco(LoopView):
         self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s, warn=self._warn)
         self._blocked_ns = 0  # inside `step` so far; only grows
         self._losses = LossWatch(is_rolling_back=os.environ.get(ON_SPIKE_VARIABLE) == "rollback")
-        self._held_out = HeldOutLosses()
         self._session: LearnerSession | None = None  # on rank 0 of a region with a daemon
         # On every rank of a run from `_join` on, the watch from its end on; None alone.
         self._fragments: LearnerFragments | None = None
@@ -143,7 +142,7 @@ class Diloco(LoopView):
         self._has_left = False  # once True nothing is told or written any more
         self._refusal: LearnerError | None = None  # it ends with that, also where the loop has caught it
         self._terminate, self._place, self._wish = TerminateFlag(), LearnerPlace(), EndWish()
-        self._ranks, self._auto_step = Ranks(), auto_step
+        self._ranks, self._auto_step, self._held_out = Ranks(), auto_step, HeldOutLosses()
         self._saves = SavedStates(tensors, self._ranks, self._checkpoints.hold)
         try:
             self._join()
@@ -223,6 +222,7 @@ class Diloco(LoopView):
         self, tokens: int, loss: Tensor | float | None, grad_norm: Tensor | float | None, started_ns: int
     ) -> None:
         self._check_open("step()")
+        self._terminate.exit_late(are_told=self.should_stop)
         self._saves.step()
         session = self._session
         if session is not None:

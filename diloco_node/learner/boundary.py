@@ -84,8 +84,9 @@ class StepBoundaries:
                 "thread. The model may hold a part of a merge: call close(), and attach() again"
             )
         self.is_crossing.set()
-        yield
-        self.is_crossing.clear()
+        with self.terminate.held():
+            yield
+            self.is_crossing.clear()
 
     def cross(self, tokens: int, look: Look | None = None) -> Boundary:
         """Carry out what the ranks agree on, and return it. Without `look` no step was made: versions are taken.
@@ -226,6 +227,7 @@ class StepBoundaries:
     def place(self) -> Boundary:
         """Boundaries until all fragments have a version, and the loader rows, or some rank stops; return the last."""
         noted_s = time.monotonic()
+        self.terminate.is_holding |= self.ranks.size > 1
         while True:
             boundary = self.cross(0)
             is_waiting = self._is_without_data()

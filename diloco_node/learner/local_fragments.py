@@ -483,5 +483,6 @@ class LearnerFragments:
         if self._lane is not None:
             self._lane.close()
         self._worker.close()
+        self.replicas.close()
         self._area = torch.zeros(0, 0)
         self._contributions.close()

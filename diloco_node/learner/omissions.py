@@ -45,9 +45,29 @@ def statistics_warning(model: nn.Module, merged_names: Iterable[str]) -> str:
     )
 
 
+def restart_warning(model: nn.Module, merged_names: Iterable[str]) -> str:
+    """Say which merged averages a region begins anew with its first batch after a start; empty where there are none.
+
+    Arguments: as of `statistics_warning`.
+    """
+    name_set, replicas = set(merged_names), replicas_in(model)
+    names = [
+        name
+        for prefix, module in model.named_modules()
+        if getattr(module, "momentum", 0.0) is None and getattr(module, "num_batches_tracked", None) is not None
+        if (name := plain_name(f"{prefix}.running_mean".lstrip("."), replicas)) in name_set
+    ]
+    if not names:
+        return ""
+    return (
+        f"{len(names)} merged averages, such as {names[0]!r}, have momentum=None, which counts batches from 0 on at "
+        "each start: the first batch then replaces what the run has. Give these layers a momentum"
+    )
+
+
 def attach_warnings(tensors: ModelTensors, merged_names: Sequence[str]) -> list[str]:
     """Say what of a model and its optimizers will not be merged, though its user may think so."""
-    warnings = [statistics_warning(tensors.model, merged_names)]
+    warnings = [report(tensors.model, merged_names) for report in (statistics_warning, restart_warning)]
     if tensors.idle:
         warnings.append(
             f"{_amount(tensors.idle.values())} of the model, such as {next(iter(tensors.idle))!r}, are in no optimizer "

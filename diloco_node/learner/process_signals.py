@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import math
@@ -10,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
 from typing import ClassVar, Final
@@ -45,10 +46,12 @@ class TerminateFlag:
     """SIGTERM asks the loop to end at a boundary. Handlers of the script are called as well.
 
     is_set: it came, or the script leaves its loop for another stop signal. note: called at each, in its handler.
+    is_holding: an exit by a handler of the script's waits: for the end of a boundary or, where there are other ranks,
+    which may be in the middle of a step, until all of them know that they are to leave.
     """
 
     def __init__(self) -> None:
-        self.is_set = False
+        self.is_set = self.is_holding = False
         self.note: Callable[[], None] = lambda: None
         # Monotonic: when SIGTERM came first, and the last stop signal.
         self._set_s: float | None = None
@@ -89,8 +92,9 @@ class TerminateFlag:
 
         is_alone: no other rank may be in the middle of a step.
         """
-        is_stop = is_alone and error is self._exit
-        return is_stop or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
+        if error is self._exit:
+            return is_alone
+        return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
 
     def leave(self) -> None:
         """Take a stop signal for the reason why the script leaves its loop."""
@@ -134,11 +138,29 @@ class TerminateFlag:
                 handler(number, frame)
             except (SystemExit, KeyboardInterrupt) as error:
                 self._exit = error
-                raise
+                if not self.is_holding or os.getpid() != self._pid:
+                    raise
+                self.is_set = True
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Have an exit by a handler of the script's wait for the end of the block, at least."""
+        before, was_holding, self.is_holding = self._exit, self.is_holding, True
+        try:
+            yield
+        finally:
+            self.is_holding = was_holding
+        if self._exit not in (None, before) and not was_holding:
+            raise self._exit
+
+    def exit_late(self, *, are_told: bool) -> None:
+        """Exit as a handler of the script's wanted to, where its loop goes on though all ranks were told to leave."""
+        if are_told and self.is_holding and self._exit is not None:
+            raise self._exit
 
     def restore(self) -> None:
         """Give the signals back, unless the script has taken them meanwhile. Only the main thread can."""
-        self.note = lambda: None
+        self.note, self.is_holding = lambda: None, False
         if threading.current_thread() is threading.main_thread():
             for number, (stand_in, handler) in self._handlers.items():
                 if signal.getsignal(number) is stand_in:

@@ -8,11 +8,15 @@ that no GPU is waited for. Nothing is pickled.
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Any, Final
 
 import torch
@@ -33,8 +37,18 @@ WAITING: Final = b"?"
 PATIENCE: Final = timedelta(minutes=30)
 """For ranks in one step, at least: rank 0 may evaluate meanwhile. The connection of a rank that dies ends at once."""
 
+ABSENCE_TOLD: Final = timedelta(minutes=1)
+"""So long a rank may be late in `attach` before people are told."""
+
 Orders = tuple[ToLearner, ...]
 """Messages that all ranks carry out at one boundary, in this order; at most one request or offer for a fragment."""
+
+_TIMES_OUT: Final = re.compile("timed out|timeout", re.IGNORECASE)
+
+_attaches: Final = count()
+"""Numbers of the calls of `attach` in this process."""
+
+log = logging.getLogger("diloco_node.learner")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +90,11 @@ def among_ranks() -> Iterator[None]:
             "torch.distributed.destroy_process_group() after the `with` block, or after close()"
         ) from error
     except RuntimeError as error:
+        if _TIMES_OUT.search(str(error)):
+            raise LearnerError(
+                f"another rank of this region did not come to the same call ({first_line(error)}). Every rank calls "
+                "step(), checkpoint() and close(), not rank 0 alone; or it hangs, and its own log says where"
+            ) from error
         raise LearnerError(
             f"another rank of this region has ended or does not answer ({first_line(error)}). Its own log says why; "
             "the launcher and the supervisor start all ranks again"
@@ -87,13 +106,37 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:300]
 
 
-def _new_group() -> Any:
-    """A group that waits as long as the script's own does, and no less than `PATIENCE`."""
+def _patience() -> timedelta:
+    """As long as the script's own group waits, and no less than `PATIENCE`."""
     world: Any = dist.group.WORLD
     backends = [world._get_backend(device) for device in getattr(world, "_device_types", ())]
     options: list[Any] = [getattr(backend, "options", None) for backend in backends]
     own: list[timedelta] = [item._timeout for item in options if hasattr(item, "_timeout")]
-    return dist.new_group(backend="gloo", timeout=max([PATIENCE, *own]))
+    return max([PATIENCE, *own])
+
+
+def _new_group() -> Any:
+    return dist.new_group(backend="gloo", timeout=_patience())
+
+
+def _await_all(rank: int, ranks: int) -> None:
+    """Wait until all ranks are in `attach`, and tell who is not: a new group would wait for them without a word.
+
+    Raises LearnerError: a rank does not come.
+    """
+    store, number = dist.distributed_c10d._get_default_store(), next(_attaches)
+    deadline_s = time.monotonic() + _patience().total_seconds()
+    store.set(f"diloco attach {number} of {rank}", "here")
+    for other in range(ranks):
+        while True:
+            try:
+                store.wait([f"diloco attach {number} of {other}"], ABSENCE_TOLD)
+                break
+            except RuntimeError as error:
+                text = f"attach() waits for rank {other} of {ranks}: every rank calls it, not rank 0 alone"
+                if time.monotonic() >= deadline_s or not _TIMES_OUT.search(str(error)):
+                    raise LearnerError(f"{text} ({first_line(error)})") from error
+                log.warning("%s", text)
 
 
 class Ranks:
@@ -115,8 +158,11 @@ class Ranks:
             )
         self.rank = dist.get_rank() if is_ready else 0
         # A collective call: all ranks attach. The second one is for the thread that carries parameters.
-        self._group: Any = _new_group() if self.size > 1 else None
-        self.bulk_group: Any = _new_group() if self.size > 1 else None
+        self._group: Any = None
+        self.bulk_group: Any = None
+        if self.size > 1:
+            _await_all(self.rank, self.size)
+            self._group, self.bulk_group = _new_group(), _new_group()
 
     @property
     def is_first(self) -> bool:

@@ -210,15 +210,16 @@ def _at_place(schedule: lr_scheduler.LRScheduler, state: dict[str, Any], compone
 
 def _position(schedule: lr_scheduler.LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
     own = schedule.state_dict()
-    if type(schedule).__module__ != lr_scheduler.__name__:
-        return state | {"base_lrs": own.get("base_lrs", state.get("base_lrs"))}
-    position = own | {key: value for key, value in state.items() if key in POSITIONS}
+    if is_own := type(schedule).__module__ != lr_scheduler.__name__:
+        position = state | {"base_lrs": own.get("base_lrs", state.get("base_lrs"))}
+    else:
+        position = own | {key: value for key, value in state.items() if key in POSITIONS}
     members, states = getattr(schedule, "_schedulers", ()), state.get("_schedulers", ())
     if len(members) != len(states):
         raise ValueError(f"a {type(schedule).__name__} of {len(states)} schedules was kept, here it has {len(members)}")
     if members:
         position["_schedulers"] = [_position(*pair) for pair in zip(members, states, strict=True)]
-    if "_last_lr" in own:
+    if "_last_lr" in own and not is_own:
         position["_last_lr"] = [float(group["lr"]) for group in schedule.optimizer.param_groups]
     return position
 
@@ -277,7 +278,7 @@ def tell_changes(changes: Changes, label: str = "optimizer") -> None:
 
 
 class KeptSchedule:
-    """A schedule that is not torch's, or a wrapper of it, as a part of `stateful`: which of its state are settings?
+    """A schedule that is not torch's, or has such inside, as a part of `stateful`: which of its state are settings?
 
     A value that the script makes otherwise than it did for the schedule of the checkpoint is one, unless it has moved
     since: then it is a position.
@@ -286,6 +287,7 @@ class KeptSchedule:
     def __init__(self, component: Any) -> None:
         self.scheduler = below_wrapper(component)
         self._component = component
+        self._members = [as_schedule(member) for member in getattr(self.scheduler, "_schedulers", ())]
         self._script: dict[str, Any] = {}
         with contextlib.suppress(Exception):  # a checkpoint tells of it
             state = {key: value for key, value in component.state_dict().items() if not isinstance(value, Tensor)}
@@ -296,14 +298,17 @@ class KeptSchedule:
         state = self._component.state_dict()
         if not isinstance(state, Mapping):
             return state
+        members = {"_schedulers": [member.state_dict() for member in self._members]} if self._members else {}
         still = {key: value for key, value in self._script.items() if key in state and is_same(value, state[key])}
-        return {**state, _SCRIPT: still}
+        return {**state, **members, _SCRIPT: still}
 
     def load_state_dict(self, state: Any) -> None:
         """Take what `state_dict` gave, but for settings that the script has changed since, which are told."""
+        self._component.load_state_dict(self._placed(state))
+
+    def _placed(self, state: Any) -> Any:
         if not isinstance(state, Mapping):
-            self._component.load_state_dict(state)
-            return
+            return state
         state = dict(state)
         before, own = state.pop(_SCRIPT, {}), self._component.state_dict()
         changes = {
@@ -311,14 +316,19 @@ class KeptSchedule:
             for key, value in self._script.items()
             if key in before and not is_same(before[key], value)
         }
-        self._component.load_state_dict(state | {key: value for key, (_, value) in changes.items()})
         tell_changes(changes, type(self.scheduler).__name__)
+        if self._members:
+            pairs = zip(self._members, state["_schedulers"], strict=True)
+            state["_schedulers"] = [
+                member._placed(values) if isinstance(member, KeptSchedule) else values for member, values in pairs
+            ]
+        return state | {key: value for key, (_, value) in changes.items()}
 
 
 def as_schedule(component: Any) -> Any:
-    """Return a part of `stateful`, as a `KeptSchedule` if it is a schedule that is not torch's."""
+    """Return a part of `stateful`, as a `KeptSchedule` if it is a schedule that is not torch's, or has such inside."""
     schedule = below_wrapper(component)
-    is_own = isinstance(schedule, lr_scheduler.LRScheduler) and type(schedule).__module__ != lr_scheduler.__name__
+    is_own = any(type(item).__module__ != lr_scheduler.__name__ for item in schedules_of([schedule]))
     strangers = lr_scheduler.LRScheduler | torch.optim.Optimizer | torch.nn.Module
     if isinstance(getattr(schedule, "optimizer", None), torch.optim.Optimizer) and not isinstance(schedule, strangers):
         # A trainer, or an application's state, has an optimizer, too.

@@ -23,6 +23,11 @@ REFUSALS: Final = {
         "merge in between makes them wrong; so it goes back to where it was. Use an optimizer whose steps take one "
         "gradient each, such as AdamW"
     ),
+    "PostLocalSGDOptimizer": (
+        "a PostLocalSGDOptimizer can't train in a run: it lets the ranks of this region come apart, and a merge takes "
+        "the work of one. That is what the run does between regions: add up the gradients here, or make each rank a "
+        "region"
+    ),
     **dict.fromkeys(
         ("MADGRAD", "DAdaptAdaGrad"),
         "this optimizer takes each step from the parameters that it began with: it would take back each merge within "

@@ -368,7 +368,8 @@ class _Supervisor:
             return None
         if final is not None:
             final = final or self._result
-            self.say(f"{exit_text}: the region ends with {final}")
+            line = child.log.last_line() if child is self._learner else ""
+            self.say(f"{exit_text}{f': {line}' * bool(line)}: the region ends with {final}")
             return final
         if child is self._daemon and code > 0 and (line := child.log.last_line()):
             exit_text += f": {line}"

@@ -77,6 +77,24 @@ def test_what_does_not_fit_is_named(tmp_path: Path, base: Path, capsys: pytest.C
     assert not out.exists()
 
 
+def test_an_embedding_that_was_resized_and_frozen_is_copied(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, config = base / "adapter_model.safetensors", base / "adapter_config.json"
+    name = "base_model.model.model.embed_tokens.weight"
+    save_file(load_file(file) | {name: torch.full((6, 4), 2.5)}, file)
+    folder = a_region(tmp_path / "a", ADAPTER)
+    code, message = exported(capsys, folder, tmp_path / "out", "--base", base)
+    assert code == 0, message
+    values = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert len(values) == 3
+    assert torch.equal(values[name], torch.full((6, 4), 2.5))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"modules_to_save": ["embed_tokens"]}))
+    code, message = exported(capsys, folder, tmp_path / "other", "--base", base)
+    assert code != 0
+    assert f"is another adapter than the run's: {name} is (6, 4), in the run not there" in message
+
+
 def test_two_adapters_at_once_are_refused(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"{LAYER}.lora_A.default.weight", f"{LAYER}.lora_A.style.weight"]
     manifest = build_manifest([TensorSpec(name, (4, 16)) for name in names], 2)

@@ -38,8 +38,9 @@ def base_model() -> Any:
         {},
         {"modules_to_save": ["lm_head"], "bias": "lora_only"},
         {"use_dora": True, "target_modules": ["embed_tokens", "v_proj"]},
+        {"trainable_token_indices": [1, 5, 23]},
     ],
-    ids=["plain", "with a head", "of an embedding"],
+    ids=["plain", "with a head", "of an embedding", "with rows of an embedding"],
 )
 def test_an_adapter_goes_in_and_out_in_pefts_own_files(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any]

@@ -24,8 +24,11 @@ def test_copies_are_compared_with_what_attach_has_written_and_not_with_a_scripts
     begun: list[bool] = []
     boundaries: Any = SimpleNamespace(
         cross=lambda _: SimpleNamespace(is_stopping=True),
+        ranks=SimpleNamespace(size=2),
+        terminate=SimpleNamespace(is_holding=False),
         fragments=SimpleNamespace(is_placed=is_placed, replicas=SimpleNamespace(begin=lambda: begun.append(True))),
         _is_without_data=lambda: False,
     )
     assert StepBoundaries.place(boundaries).is_stopping
     assert bool(begun) is is_placed
+    assert boundaries.terminate.is_holding, "an exit of the script's waits from now on"

@@ -12,7 +12,7 @@ from torch import nn
 
 import diloco_node
 from diloco_node.errors import LearnerError
-from diloco_node.learner.omissions import statistics_warning
+from diloco_node.learner.omissions import restart_warning, statistics_warning
 from diloco_node.wire.learner_link import Done, Warned
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.watched_model import make, net, train
@@ -29,6 +29,17 @@ def test_nothing_is_said_where_nothing_is_left_out() -> None:
     assert statistics_warning(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), []) == ""
     assert statistics_warning(nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)), []) == ""
     assert statistics_warning(nn.Sequential(nn.BatchNorm1d(4)), ["0.running_mean", "0.running_var"]) == ""
+
+
+def test_a_merged_average_over_all_batches_is_named_for_each_start_begins_it_anew() -> None:
+    names = ["1.running_mean", "1.running_var", "2.running_mean"]
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.BatchNorm1d(4))
+    text = restart_warning(model, names)
+    assert "1 merged averages, such as '1.running_mean', have momentum=None" in text
+    assert restart_warning(model, []) == "", "what is not merged is named by the other warning"
+    assert restart_warning(nn.Sequential(nn.BatchNorm1d(4)), ["0.running_mean"]) == ""
+    untracked = nn.BatchNorm1d(4, momentum=None, track_running_stats=False)
+    assert restart_warning(nn.Sequential(untracked), ["0.running_mean"]) == ""
 
 
 @pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])

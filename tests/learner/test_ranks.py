@@ -1,6 +1,9 @@
 """What ranks say to one another, and how many there must be; tests/learner/test_sharded.py has real ones."""
 
+import json
+import re
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +12,16 @@ import torch.distributed as dist
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.ranks import PATIENCE, Boundary, Ranks, _new_group, among_ranks
+from diloco_node.shared_memory import MemoryStore
 from diloco_node.wire.learner_link import (
     SettingsChanged,
     ShardsGiven,
     SnapshotRequested,
     VersionOffered,
 )
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.shard_ranks import Ranks as GroupOfRanks
+from tests.kit.shard_ranks import run_program
 
 
 def test_launcher_without_process_group_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +37,7 @@ def test_a_group_of_fewer_ranks_than_were_started_is_refused(monkeypatch: pytest
     monkeypatch.setattr(dist, "get_world_size", lambda: size)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "new_group", lambda **how: None)
+    monkeypatch.setattr("diloco_node.learner.ranks._await_all", lambda rank, ranks: None)
     for launched in ("4", "8"):
         monkeypatch.setenv("WORLD_SIZE", launched)
         with pytest.raises(
@@ -88,3 +96,59 @@ def test_a_group_that_the_script_has_ended_is_named() -> None:
         among_ranks(),
     ):
         dist.broadcast(torch.zeros(1), 0)
+
+
+PROGRAM = """
+import json, logging, os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+import diloco_node
+from diloco_node.errors import LearnerError
+from diloco_node.learner import ranks
+kind = sys.argv[1]
+os.environ["DILOCO_SOCKET"], os.environ["DILOCO_SUPERVISOR"] = sys.argv[2:]
+ranks.ABSENCE_TOLD, ranks.PATIENCE = timedelta(seconds=0.3), timedelta(seconds=20 if kind == "late" else 2)
+dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+lines = []
+class Lines(logging.Handler):
+    def emit(self, record):
+        lines.append(record.getMessage())
+logging.getLogger("diloco_node").addHandler(Lines())
+is_absent = dist.get_rank() == 1
+model = torch.nn.Linear(3, 2)
+error = ""
+try:
+    if is_absent and kind != "step":
+        time.sleep(1.0)
+    if not is_absent or kind != "never":
+        diloco = diloco_node.attach(model)
+        if not is_absent or kind != "step":
+            diloco.step(tokens=1)
+            diloco.close()
+except LearnerError as problem:
+    error = str(problem)
+time.sleep(4.0 if is_absent and kind != "late" else 0.0)
+print(json.dumps({"error": error, "lines": lines}))
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.no_device("ranks without a device")
+@pytest.mark.parametrize(
+    ("kind", "error", "line"),
+    [
+        ("late", "", "attach() waits for rank 1 of 2: every rank calls it, not rank 0 alone"),
+        ("never", r"attach\(\) waits for rank 1 of 2", "attach() waits for rank 1 of 2"),
+        ("step", r"another rank of this region did not come to the same call .* Every rank calls step\(\)", ""),
+    ],
+)
+def test_a_call_on_rank_0_alone_is_named(tmp_path: Path, kind: str, error: str, line: str) -> None:
+    place = f"{tmp_path}/learner.sock", f"{tmp_path}/memory.sock"
+    with (
+        MemoryStore(tmp_path / "memory.sock"),
+        FakeDaemon(tmp_path),
+        GroupOfRanks(2, run_program, PROGRAM, kind, *place) as ranks,
+    ):
+        answer = json.loads(ranks.answer(0))  # type: ignore[arg-type]
+        assert re.match(error, answer["error"]) if error else not answer["error"]
+        assert [text for text in answer["lines"] if line in text] or not line

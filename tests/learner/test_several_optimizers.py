@@ -132,6 +132,13 @@ def test_one_that_steps_from_its_first_parameters_is_refused(name: str) -> None:
         diloco_node.attach(model, optimizer)
 
 
+def test_one_that_lets_ranks_come_apart_is_refused_with_what_to_do() -> None:
+    model, (inner, _) = model_and_optimizers()
+    optimizer = type("PostLocalSGDOptimizer", (torch.optim.SGD,), {"optim": inner})(model.parameters(), lr=0.1)
+    with pytest.raises(LearnerError, match=r"lets the ranks of this region come apart.*make each rank a region"):
+        diloco_node.attach(model, optimizer)
+
+
 def test_what_is_no_optimizer_and_several_with_auto_are_refused() -> None:
     model, parts = model_and_optimizers()
     with pytest.raises(LearnerError, match="was given a dict as its optimizer"):

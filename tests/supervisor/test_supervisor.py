@@ -143,7 +143,10 @@ def test_learner_that_is_done_is_not_started_again(tmp_path: Path) -> None:
 
 
 def test_learner_with_wrong_settings_ends_the_region(tmp_path: Path) -> None:
-    assert run_supervisor(spec(tmp_path, WAIT, "import sys; sys.exit(2)")) == 2
+    learner = "import argparse; argparse.ArgumentParser(prog='train.py').parse_args(['--rate'])"
+    assert run_supervisor(spec(tmp_path, WAIT, learner)) == 2
+    reason = r"code=2 after \d+\.\d s: train.py: error: unrecognized arguments: --rate: the region ends with 2"
+    assert re.search(reason, (tmp_path / "logs" / "supervisor.log").read_text())
 
 
 @pytest.mark.parametrize("has_session", [False, True])
