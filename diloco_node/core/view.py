@@ -109,23 +109,30 @@ class RegionView:
 
 
 class Participation:
-    """Counts the merges without a learner that was live. The history counts those with it."""
+    """Counts the merges that learners were in, of those committed while they were live.
+
+    It begins with what the ledger's base says, which does not say who was live while left out.
+    """
 
     def __init__(self, history: RoundHistory, liveness: Liveness) -> None:
         self._history, self._liveness = history, liveness
+        self._included = Counter(history.rounds_included)
         self._missed: Counter[str] = Counter()
 
     def count(self, body: RoundBody) -> None:
-        """A round is committed."""
-        members = {member.contribution.learner for member in body.members}
-        names = set(self._history.roster.names) - members
-        self._missed.update(name for name in names if self._liveness.learner(name) is not None)
+        """A round is committed. A member that left is counted anew when it comes back."""
+        names, members = set(self._history.roster.names), {member.contribution.learner for member in body.members}
+        for counts in (self._included, self._missed):
+            for name in counts.keys() - names:
+                del counts[name]
+        self._included.update(members & names)
+        self._missed.update(name for name in names - members if self._liveness.learner(name) is not None)
 
     def ratios(self) -> tuple[tuple[str, float | None], ...]:
         """By region, sorted, the part of the merges that its learner was in; None before the first."""
         ratios = []
         for name in self._history.roster.names:
-            rounds = self._history.rounds_included.get(name, 0)
+            rounds = self._included[name]
             total = rounds + self._missed[name]
             ratios.append((name, rounds / total if total else None))
         return tuple(ratios)

@@ -339,7 +339,7 @@ class Daemon:
         }
 
     def not_ready_reason(self, document: Mapping[str, Any] | None = None) -> str:
-        """Why the region does not train. What the learner's process lacks comes first: the rest waits for it."""
+        """Why the region does not train; first what the learner's process lacks, for the rest waits for it."""
         fault = learner_fault(self._facts() if document is None else document)
         reason = self._starting_reason if self.node is None else self.node.status.not_ready_reason()
         if fault is None:

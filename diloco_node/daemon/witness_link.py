@@ -1,7 +1,7 @@
 """The run's witness, as this region's core speaks with it: requests to a bucket instead of a link.
 
 Each message of the core becomes one turn (`core.ledger.witness`): read the record, answer, and write it if nobody else
-did meanwhile. What fails has no answer, and the core asks again. Payloads go beside the turns, so heartbeats are
+did meanwhile. A request that fails has no answer: the core asks again. Payloads go beside the turns, so heartbeats are
 answered meanwhile. All is within the region's budget: records count as control, payloads wait.
 
 A payload that no record names is removed a day after it was put there (`_orphans`), and an upload counts for as long.

@@ -12,26 +12,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from diloco_node.errors import LearnerError
+from diloco_node.learner.checkpoint import Stateful
 from diloco_node.learner.data_positions import workers_before
 from diloco_node.learner.token_check import TokenCount
 
 log = logging.getLogger("diloco_node.learner")
 
 
+class LoaderWithState(Stateful, Protocol):
+    """torchdata's `StatefulDataLoader`, or what else has a position."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
 class EndlessLoader:
     """A loader that goes round. The same object goes to `attach(stateful=...)` and into the loop.
 
     Args:
-        make: returns a fresh loader with a position, such as torchdata's, of this rank; is given the epoch, from 0.
+        make: returns a fresh loader of this rank's part; is given the epoch, from 0.
 
     Attributes:
         epoch: how many epochs are done. token_count: of the batches that it gave, for `attach` to compare.
     """
 
-    def __init__(self, make: Callable[[int], Any]) -> None:
+    def __init__(self, make: Callable[[int], LoaderWithState]) -> None:
         self._make = make
         self.epoch = 0
         self.token_count = TokenCount()

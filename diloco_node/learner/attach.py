@@ -487,5 +487,5 @@ class Diloco(LoopView):
 
     def _warn(self, text: str) -> None:
         log.warning("%s", text)
-        if self._session is not None:
+        if self._session is not None and not self._is_closed:  # a child that was forked has neither link nor its lock
             self._session.warn(text)

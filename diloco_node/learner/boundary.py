@@ -209,16 +209,20 @@ class StepBoundaries:
             match order:
                 case ShardsGiven():
                     HERE.follow(order)
-                case Welcome() | SettingsChanged():
+                case SettingsChanged():
                     fragments.settings = replace(fragments.settings, carry_steps_limit=order.carry_steps_limit)
+                case Welcome():
+                    fragments.settings = replace(fragments.settings, carry_steps_limit=order.carry_steps_limit)
+                    if order.wants_initial_state and not fragments.is_placed:
+                        fragments.write_initial_state()
+                        if session is not None:
+                            session.link.send(InitialState())
                 case VersionOffered():
                     fragments.take(order)
-                case SnapshotRequested() if answer := fragments.snapshot(order):
-                    answers.append(answer)
-            if isinstance(order, Welcome) and order.wants_initial_state and not fragments.is_placed:
-                fragments.write_initial_state()
-                if session is not None:
-                    session.link.send(InitialState())
+                case SnapshotRequested():
+                    answer = fragments.snapshot(order)
+                    if answer is not None:
+                        answers.append(answer)
         # One rank alone, on a CPU, has what it is offered; others say so at a later boundary.
         for index in boundary.arrived if self.ranks.size > 1 else fragments.arrived():
             answers.append(fragments.finish(index))

@@ -108,8 +108,9 @@ class LearnerLink:
         """
         with self._queue_lock:
             if isinstance(message, Report) and self._outgoing and isinstance(self._outgoing[-1], Report):
-                self._outgoing.pop()  # an older one that was not sent is of no use
-            self._outgoing.append(message)
+                self._outgoing[-1] = message  # an older one that was not sent is of no use
+            else:
+                self._outgoing.append(message)
         self._wake()
 
     @property
@@ -224,8 +225,8 @@ class LearnerLink:
 
     def _send_queued(self, connection: socket.socket) -> None:
         with self._queue_lock:
+            if len(self._outgoing) > QUEUE_MAX:
+                raise LinkLost(f"the daemon has left {QUEUE_MAX} messages unread; attaching anew")
             messages, self._outgoing = self._outgoing, []
-        if len(messages) > QUEUE_MAX:
-            raise LinkLost(f"the daemon has left {QUEUE_MAX} messages unread; attaching anew")
         if messages:
             connection.sendall(b"".join(frame(TO_DAEMON.encode(message)) for message in messages))

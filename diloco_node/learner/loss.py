@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from diloco_node.errors import LearnerError
@@ -21,8 +22,9 @@ class LateLoss:
         self._name = name
         self._newest: float | None = None
         self._unread: float | None = None
-        # On its way from a device.
+        # On its way from a device, to page-locked memory that is asked for once.
         self._coming: LateNumbers | None = None
+        self._room: Tensor | None = None
 
     def offer(self, loss: Tensor | float | None) -> None:
         """A step has this one; of several values the mean. It waits behind a loss still on its way from a device.
@@ -37,7 +39,9 @@ class LateLoss:
         if not isinstance(loss, Tensor) or not has_streams(loss.device):
             self._take(_number(loss, "step", self._name))
         elif self._coming is None:
-            self._coming = LateNumbers(loss.reshape(1))
+            if self._room is None:
+                self._room = torch.empty(1, dtype=torch.float32, device="cpu", pin_memory=True)
+            self._coming = LateNumbers(loss.reshape(1), self._room)
 
     def newest(self) -> float | None:
         """The last one that is here; None before there is one, or if it is not finite."""

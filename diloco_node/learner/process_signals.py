@@ -107,8 +107,10 @@ class TerminateFlag:
 
     def is_late(self) -> bool:
         """Whether a stop signal has come, and so long ago that this process must be about to end."""
+        if not self.is_set:  # read first: a signal sets its time before it
+            return False
         begun_s = self._stop_s if self._set_s is None else self._set_s
-        return self.is_set and time.monotonic() >= begun_s + self._grace_s()
+        return time.monotonic() >= begun_s + self._grace_s()
 
     @staticmethod
     def _grace_s() -> float:

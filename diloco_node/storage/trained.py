@@ -97,7 +97,7 @@ def read_trained(state_dir: Path, area: mmap.mmap | None = None) -> tuple[Traine
 def set_damaged_aside(state_dir: Path) -> tuple[str, ...]:
     """Replace damaged counters by empty ones, before a learner attaches; their names. The numbers stay used.
 
-    What a dead learner did beyond the ledger is not known then; a living one's memory has it. Raises StorageError.
+    Steps of a dead learner beyond the ledger are not known then; a living one's memory has them. Raises StorageError.
     """
     damaged_names = []
     for _, path in _counter_files(state_dir):

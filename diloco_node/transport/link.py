@@ -9,7 +9,7 @@ are resolved the same way on both sides: once the smaller name's hello is on its
 incoming one does, and its own dial is given up. In all other cases the newer session replaces the older, for only who
 has lost a session makes another one.
 
-Of two processes with one certificate the older one is refused while the newer is linked and alive. A process that most
+The older of two processes with one certificate is refused while the newer is linked and alive. A process that most
 of its peers refuse so, for longer than a dead link is taken for alive, ends (`SupersededError`).
 """
 

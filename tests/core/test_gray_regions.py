@@ -186,7 +186,7 @@ def contributes_minus_1000(small: Small, liar: str) -> None:
         snapshot = real(fragment, part)
         layout = small.sim.setup.layouts[fragment]
         data = tensors.encode(-1000 * tensors.decode(snapshot.encoded, codec), codec)
-        norms = layout.squared_norms(tensors.decode(data, codec), 0, layout.blocks)
+        norms = tensors.squared_norms(layout, tensors.decode(data, codec), 0, layout.block_count)
         contribution = replace(snapshot.contribution, squared_norms=norms)
         return FakeSnapshot(contribution, snapshot.values, snapshot.work, data)
 

@@ -305,9 +305,11 @@ class LedgerState:
     def is_staged(self, body: EntryBody, *, leader: str = "", term: int = 0) -> bool:
         """Whether an entry waits that is not known to be committed; if given, of a term that a region leads or led, and
         of this term."""
-        leaders = self._entry_gate.leaders | {self.term: self.leader}
+        leaders = self._entry_gate.leaders
         return any(
-            entry.body == body and term in (0, entry.term) and leader in ("", leaders.get(entry.term, ""))
+            entry.body == body
+            and term in (0, entry.term)
+            and leader in ("", self.leader if entry.term == self.term else leaders.get(entry.term, ""))
             for entry in self._log.staged
         )
 

@@ -229,8 +229,8 @@ class StripeEffects(EffectContext):
             # A learner that died, or was restarted, may have written over the bytes.
             with contextlib.suppress(PayloadCorrupt):
                 for window in order.windows if own is not None else ():
-                    encoded = self.learner.contribution_bytes(fragment, window.block_start, window.block_stop)
-                    row.append(project(up, encoded, window)[0])
+                    values = self.learner.contribution_bytes(fragment, window.block_start, window.block_stop)
+                    row.append(project(up, values, window)[0])
             sums, errors = tuple(value for value, _ in pairs), tuple(error for _, error in pairs)
             return Projection(sums, errors, tuple(row) if len(row) == len(order.windows) else ())
 

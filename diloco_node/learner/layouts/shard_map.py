@@ -38,6 +38,9 @@ class Box:
 
     def common(self, box: Box) -> Box | None:
         """The values that are in both; None: there are none."""
+        axes = zip(self.offsets, self.sizes, box.offsets, box.sizes, strict=True)
+        if any(low + size <= box_low or box_low + box_size <= low for low, size, box_low, box_size in axes):
+            return None  # as a rule, in a check of all pairs
         lows = tuple(map(max, self.offsets, box.offsets))
         sizes = tuple(
             min(low + size, box_low + box_size) - max(low, box_low)

@@ -199,8 +199,8 @@ class IngressGrants:
 
 
 def max_min(total: int, caps: Mapping[str, int]) -> dict[str, int]:
-    """Share `total` among those with a cap each: nobody could get more without taking from one that has less. What
-    exceeds all caps is left over."""
+    """Share `total` among those with a cap each: nobody could get more without taking from one that has less. A
+    rest beyond all caps is left over."""
     shares: dict[str, int] = {}
     left_bytes, waiting = total, sorted(caps, key=lambda peer: (caps[peer], peer))
     while waiting:
