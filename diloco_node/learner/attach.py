@@ -1,5 +1,14 @@
 """`diloco_node.attach`: makes any PyTorch training loop the learner of a region (docs/training-loop.md).
 
+::
+
+    with diloco_node.attach(model, optimizer) as diloco:          # finds the daemon by DILOCO_SOCKET
+        for batch in loader:                                      # of diloco.shards: `integrations.shards`
+            loss = train_step(batch)
+            diloco.step(tokens=batch.numel(), loss=loss)          # never waits for the network
+            if diloco.should_stop:
+                break
+
 Without DILOCO_SOCKET it warns once and does nothing. With several ranks (torchrun) each calls it, after the model was
 sharded (docs/sharding.md): rank 0 talks to the daemon, and all take the same versions at the same boundary.
 """

@@ -98,7 +98,9 @@ class Checkpointing:
     def resume(
         self, state_dir: Path, manifest_digest: str, ranks: Ranks, *, tensors: ModelTensors, shards: ShardMap
     ) -> TrainingProgress:
-        """Optimizer and `stateful` from the region's last checkpoint, on every rank, and where it was written.
+        """Optimizer and `stateful` from the region's last checkpoint, on every rank.
+
+        Returns: where it was written; NO_PROGRESS if there is none.
 
         Raises LearnerError: the checkpoint does not fit this training script, or only some ranks want one.
         """
@@ -134,7 +136,10 @@ class Checkpointing:
     def _read(
         self, folder: Path, manifest_digest: str, ranks: Ranks, viewers: Mapping[FileName, int]
     ) -> Checkpoint | None:
-        """Begin with the files of one checkpoint, by who reads each; None on all ranks if one is of no use."""
+        """Begin with one checkpoint; None on all ranks if one of its files is of no use.
+
+        viewers: its files, by rank, and the rank that reads each: its writer, or the next that sees it (`_groups`).
+        """
         checkpoints = {
             name: read_usable(folder / name.text, manifest_digest)
             for name, viewer in viewers.items()
@@ -276,7 +281,10 @@ class Checkpointing:
             self._loop_state.hold(tensors)
 
     def begin(self, progress: TrainingProgress, *, are_idle: bool) -> None:
-        """Save now if all ranks have written the one before, else at the boundary by which they have: of one moment."""
+        """Save now, or at the next boundary by which all ranks have written the one before: files of one moment.
+
+        are_idle: whether all of them have.
+        """
         self._saved_at_s = -math.inf
         if are_idle:
             self.save(progress)

@@ -128,7 +128,8 @@ class LearnerLink:
             yield self.waiting_commands.popleft()
 
     def put_back(self, *commands: ToLearner) -> None:
-        """Keep commands for the next boundary, before those that come. With `lock` held since they were yielded."""
+        """Keep commands for the next boundary, in this order, before those that come. Call it once within the boundary
+        that yielded them, with `lock` held since."""
         self.waiting_commands.extendleft(reversed(commands))
 
     def wait(self, timeout_s: float) -> bool:

@@ -249,7 +249,10 @@ class OptimizerParts:
         tell_changes(changes)
 
     def _place_of_group(self, at: int, own_group: Json, groups: Sequence[Json], names: Sequence[str]) -> int | None:
-        """Find the checkpoint's group with most of a group's parameters, or None; by place for those without names."""
+        """Find the checkpoint's group with most of a group's parameters, or None; by place for those without names.
+
+        Groups may be in another order since, more or fewer.
+        """
         own_names = {self._names[index] for index in own_group["params"]} - {""}
         if not own_names:
             is_nameless = at < len(groups) and not any(names[index] for index in groups[at]["params"])
@@ -323,7 +326,10 @@ class OptimizerParts:
         return values
 
     def _narrow(self, label: str, parameter: Tensor, value: Tensor, *, is_signed: bool) -> Tensor:
-        """Put a state back into fewer bits, as torchao's optimizers make theirs. Raises ValueError: this one can't."""
+        """Put a state back into fewer bits, as torchao's optimizers make theirs: as floats all may not fit the device.
+
+        Raises ValueError: this optimizer does not say how.
+        """
         makers = [inner._new_buffer for inner in inner_of(self._optimizer) if hasattr(inner, "_new_buffer")]
         if not makers:
             raise ValueError(f"a {label} was kept, which this optimizer does not make")

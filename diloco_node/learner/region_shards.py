@@ -219,7 +219,10 @@ def _read(welcome: Welcome) -> dict[int, int]:
 
 
 def owns(flags: torch.Tensor, shard: int) -> bool:
-    """Whether a shard is this region's, by these flags. Raises LearnerError: `attach` has not asked the daemon yet."""
+    """Whether a shard is this region's, by the flags of its table.
+
+    Raises LearnerError: there is a daemon, and `attach` has not asked it yet.
+    """
     flag = int(flags[shard])
     if flag == _UNKNOWN and "DILOCO_SOCKET" in os.environ:
         raise LearnerError("whose the data are is known after attach(): make the loader before, iterate it afterwards")

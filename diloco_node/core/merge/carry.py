@@ -6,6 +6,10 @@ adding them on top of the new version keeps them, and they reach the others with
 Steps that a version leaves out grow stale: they were made from parameters that the others have moved on from. So each
 version that does not include the learner's newest steps halves what it carries of them (D-Q1). Beyond a limit of steps
 the own part shrinks further: two long trajectories have learnt the same things, and adding them up would overshoot.
+
+Held-out loss after 1,200 steps (benchmarks/quality.py, H = 16, M = 4).
+Each learner in half of the rounds: keep 1 gave 1.779, keep 0.5 1.728, keep 0 1.740, overwrite 1.743.
+A single learner in each round: keep 1 gave 1.820, keep 0.5 1.772, keep 0 was not tried, overwrite 1.807.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Members whose contributions point against the others', by the projections that audits leave in the ledger.
 
-A gradient that is turned around is as long as an honest one: no limit of length or weight finds it (D-S3). But each
-audited entry has projections of every contribution on the same random signs. Their weighted sum is that of the payload
-(`core.merge.freivalds`), so only a leader can make up rows, its own against another's. The cosine of a member's row
-with the weighted sum of the others' is that of the contributions, give or take one over the root of the windows.
+A gradient that is turned around is as long as an honest one, and RDA restores the length of the mean: one of four
+costs 9 % of the loss, twice as long or with twice the weight far more. No limit of length or weight finds it (D-S3).
+But each audited entry has projections of every contribution on the same random signs. Their weighted sum is that of
+the payload (`core.merge.freivalds`), so only a leader can make up rows, its own against another's. The cosine of a
+member's row with the weighted sum of the others' is that of the contributions, give or take one over the root of the
+windows.
 
 A member's score adds these cosines up and forgets. It is never above zero, so that nobody earns credit. It takes a
 cosine under about -0.2 in some dozen audits. Nothing of an opposed member counts, until its score is above `FREE_ABOVE`

@@ -3,7 +3,8 @@
 When enough learners are due, waiting a little longer is free as long as the round still ends within the overlap of tau
 steps. So the window is a part of that slack, at least what reports usually spread, at most a step or two round trips.
 
-Source: Decoupled DiLoCo (arXiv 2604.21428), equation 3 and section 5.1. The lower and the upper limit are ours.
+Source: Decoupled DiLoCo (arXiv 2604.21428), equation 3 and section 5.1. The lower and the upper limit are ours; without
+a grace window quality collapses there (table 5).
 """
 
 from __future__ import annotations

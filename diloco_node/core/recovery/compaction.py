@@ -1,7 +1,8 @@
 """Summing the ledger up: every region does it after the same entries, and forgets those when nobody needs them.
 
 A sum becomes the ledger's base when a majority has the same, at least `summary_entries` entries follow it (a region
-that was away for a while gets those), and later states are on the own disk and in the ledger.
+that was away for a while gets those), and every fragment's state is on the own disk and in the ledger as a snapshot, at
+its version there or a later one: no entry of an earlier round is needed any more.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ class Versions:
         return self._base_index == 0 or not any(self._lacks_base(fragment) for fragment in range(len(self.states)))
 
     def has_states(self, versions: Sequence[int]) -> bool:
-        """Whether no round before these versions is needed any more: later states are on disk here, and in the ledger
-        for the others."""
+        """Whether each fragment's state is on disk here at this version or a later one, and in the ledger for the
+        others: no entry of an earlier round is needed any more."""
         return not self._healing and all(
             state >= version
             and (snapshot := self._history.snapshots.newest(fragment)) is not None

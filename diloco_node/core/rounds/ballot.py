@@ -148,8 +148,8 @@ class BallotClock:
     ) -> Deadline:
         """Return the deadline of a round's first ballot: short if it tries suspects, at little cost to the others.
 
-        failed_probes: of each suspect that it tries, one after the other. The deadline doubles with every second of
-        them, so a region that is slow and not broken gets there in the end.
+        failed_probes: of each suspect that it tries, how many in a row failed. The deadline doubles with every second
+        of them, so a region that is slow and not broken gets there in the end.
         """
         full = self.deadline(fragment, members, stripes, attempt=0)
         if not failed_probes:

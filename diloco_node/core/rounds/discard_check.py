@@ -1,14 +1,15 @@
 """Steps that a leader books as lost, compared with what their region tells.
 
 An honest leader books what the region itself has reported, and the region reports it to all. So the entry waits until
-this region has that report. A heartbeat that speaks against it may be older than the entry; one that answers a
-heartbeat sent later from here refuses the leader.
+this region has that report: who has just started, and has heard nothing, vouches for nobody. A heartbeat that speaks
+against it may be older than the entry; one that answers a heartbeat sent later from here refuses the leader.
 
 A region may die right after its report, and an entry that only some can bear out would hold up all others. So each
 voter passes the report on to the leader, which books once a majority has it.
 
 A region may tell each of the others something else, and have an honest leader refused. So its reports count against
-one leader only. It may also be gone for good: then an entry that too few can bear out is taken after a while.
+one leader only. It may also be gone for good: then an entry that too few can bear out is taken after a while. The
+leader is refused if the region's learner was seen to train meanwhile, and the region never reported that loss.
 """
 
 from __future__ import annotations

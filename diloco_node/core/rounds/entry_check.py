@@ -3,8 +3,17 @@
 The rules are those by which an honest leader makes entries (`core.rounds`), asked of the log as it is, committed or
 not. So a leader that was captured, or is broken, can put nothing into the ledger that ends the run later.
 
-The leader's numbers are worked out again (`doubt`). It is asked of entries of the term whose leader sends them, for
-then its settings are those here. Entries of earlier terms are not asked again.
+- Genesis comes once, and is this run's, with the id of one state folder per region. Only `LeaderBody` comes before.
+- A round takes its fragment to the next version, with members whose steps follow the token account.
+- Discarded steps follow the account, too.
+- After the end there are no more rounds, unless the run is extended.
+- A revoked certificate is of a region of the run, and there are not too many.
+- Settings change while the run goes on.
+- Leaders vote. A change of the members is one that the roster allows, and that the run's authority has signed.
+
+The leader's numbers are worked out again (`doubt`): weights, share and factors follow from the contributions and the
+rounds before, and no sum of contributions is longer than they are together. It is asked of entries of the term whose
+leader sends them, for then its settings are those here. Entries of earlier terms are not asked again.
 
 The check goes back when entries are truncated. It replays nothing for that: the facts before each entry are remembered
 until the entry is committed, and the account takes back its own changes.

@@ -181,7 +181,10 @@ def blame_sums(
 
 
 def differing_norms(before: QuestionedBallot, round_: OpenRound) -> set[Pair]:
-    """Find pairs (member, reducer) where the reducer's norms differ from the leader's own in the next ballot."""
+    """Find pairs (member, reducer) where the reducer's norms differ from the leader's own.
+
+    before: the ballot in question. round_: its next ballot, in which the leader reduced the same stripes alone.
+    """
     assert round_.decision is not None
     places = {contribution: place for place, contribution in enumerate(round_.decision.contributions)}
     pairs = set()

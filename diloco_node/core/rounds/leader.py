@@ -48,7 +48,8 @@ class RoundLeader:
         proposals: bodies for the ledger, in order. rounds: open rounds by fragment.
         progress: how far the run is; to be asked in every region, whoever leads.
         is_in_the_way: this region holds up the others. A majority has had a payload for a while and this region has
-            not, or a second ballot of a round failed because merged stripes did not come here.
+            not, or a second ballot of a round failed because merged stripes did not come here. Its disk is full or
+            stands still, or bulk does not reach it: merging goes on when another region leads.
     """
 
     def __init__(self, context: RoundContext, progress: RunProgress, payloads: RoundParticipant) -> None:
@@ -215,7 +216,10 @@ class RoundLeader:
         return not any(region in (*round_.members, *round_.reducers) for round_ in self.rounds.values())
 
     def hold_merges(self, *, now_ns: int) -> bool:
-        """Decide no merge until `go_on`, for other settings come; whether all that were decided are over."""
+        """Decide no merge until `go_on`: a merge goes by the settings of the entry before it.
+
+        Returns: whether every merge that was decided is committed, or given up.
+        """
         self._held_since_ns = now_ns if self._held_since_ns is None else self._held_since_ns
         return all(round_.decision is None for round_ in self.rounds.values())
 

@@ -64,7 +64,8 @@ class PayloadAudit:
         return commitment_of(nonce_of(self._secret, ballot))
 
     def draw(self, round_: OpenRound, *, now_ns: int) -> None:
-        """Draw the audit of a merged ballot, once the drawer has told its nonce, is away, or has had half its time."""
+        """Draw the audit of a merged ballot, once the drawer has told its nonce, is away, or has had half of the
+        ballot's time."""
         if round_.nonces or not self._is_on:
             return
         drawer = drawer_of(round_.announcement, self._region)

@@ -1,7 +1,8 @@
 """The run's position by the figures that end it: the leader asks it, and each region tells its learner.
 
 Learners differ in speed, and come and go. So the run is where its median learner is, and a learner that is away for a
-moment counts with its steps so far.
+moment counts with its steps so far. Otherwise each restart of a slow one would move the run to where the faster ones
+are, and might end it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class RunProgress:
         """Return the regions whose learner is there, or was not long ago, sorted.
 
         If only a minority makes steps, or is heard of, all learners count with their steps so far. Otherwise a region
-        that was cut off would take itself for the run. Beside a witness one of two is enough.
+        that was cut off would take itself for the run; so would the first region to go on after a stall of all. Beside
+        a witness one of two is enough.
         """
         names, recent = [], []
         for name in self._context.regions:

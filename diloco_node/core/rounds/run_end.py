@@ -1,10 +1,12 @@
 """The end of a run in one region: who wants it, whether a leader may end it, the final file, the learner's stop.
 
 A run ends by its limits (`agenda.end_reason`), by an operator's order, or by the scripts of a majority of all regions:
-each script that calls `finish` votes for its region. A vote lasts as long as it is repeated.
+each script that calls `finish` votes for its region. A vote lasts as long as it is repeated, and the next life of a
+learner does not vote until its script does.
 
 A leader ends a run for every region. So each region looks at its own progress before it acknowledges an entry of the
-end. Where the run is not near it, an order or the votes must have come here.
+end. Where the run is not near it, an order or the votes must have come here. A region that knows of neither waits for
+a while; others may know.
 """
 
 from __future__ import annotations

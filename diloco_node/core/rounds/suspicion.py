@@ -60,7 +60,8 @@ class Blame:
 class _Suspect:
     """The record of one region in one role. until_ns: it may be tried from then on; None: it takes part.
 
-    failures: in a row. level: how often it was suspended, less what was forgiven. clean: ballots without a fault since.
+    failures: in a row. failed_at_ns: the last one. level: how often it was suspended, less what was forgiven.
+    clean: ballots without a fault since the last one.
     """
 
     reason: str
