@@ -18,7 +18,6 @@ from diloco_node.core.types import DISK_ID_BYTES, RevokedBody
 from diloco_node.daemon.lone_region import last_roster, removals
 from diloco_node.lab.chaos.fault_plan import draw_one
 from diloco_node.lab.sim.checkers import Checkers
-from diloco_node.lab.sim.disk import Disk
 from diloco_node.lab.sim.host import RUN_ID, Host
 from diloco_node.lab.sim.planting import signature_of, signed
 from diloco_node.lab.sim.setup import rate_to_follow
@@ -150,7 +149,8 @@ class MemberChanges:
 
     def _empty(self, host: Host) -> None:
         """Begin with an empty folder; what its learners trained is still known."""
-        host.disk = Disk(id=self._world.rng.randbytes(DISK_ID_BYTES), lost=host.disk, counters=dict(host.disk.counters))
+        disk, disk_id = host.disk, self._world.rng.randbytes(DISK_ID_BYTES)
+        host.disk = type(disk)(id=disk_id, lost=disk, counters=dict(disk.counters))
         host.has_final = False
 
     def _return(self) -> bool:

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from diloco_node.lab.sim.fake_learner import FakeLearner, Offer, update_pool
 from diloco_node.lab.sim.member_changes import MemberChanges
 from diloco_node.lab.sim.setup import MERGED_SHARE_MAX, draw_setup
-from diloco_node.lab.sim.simulation import Simulation
+from diloco_node.lab.sim.simulation import HOSTS, Simulation
 from diloco_node.lab.sim.world import MS, SECOND, World
 
 
@@ -28,6 +29,23 @@ def test_a_region_that_follows_one_that_merges_alone_has_room_to_catch_up() -> N
         link.rate_bytes_per_s = 1
     assert changes._go_alone()
     assert all(merged_rate <= MERGED_SHARE_MAX * (link.rate_bytes_per_s + 1) for link in links)
+
+
+@pytest.mark.parametrize("effects", HOSTS)
+def test_a_region_that_begins_with_an_empty_folder_writes_into_that_folder(effects: str) -> None:
+    """Seed 47003 with the daemon's effects: it went on in the folder before, which no checker looked at any more."""
+    sim = Simulation(1, regions=3, joiners=1, host_type=HOSTS[effects])
+    host = sim.hosts[sim.setup.founders[0]]
+    folder = host.disk
+    MemberChanges(sim.world, sim.hosts, sim.honest, sim.checkers)._empty(host)
+    assert host.disk.id != folder.id
+    sim.start()
+    sim.run_until(lambda: host.disk.payloads != {} or sim.world.now_ns > 8 * SECOND)
+    assert not sim.checkers.violations
+    assert host.disk.entries
+    assert host.disk.payloads
+    assert not folder.entries
+    assert not folder.payloads
 
 
 def test_a_late_learner_has_caught_up_once_it_is_offered_the_newest_version() -> None:
