@@ -93,7 +93,7 @@ def renew(
         news = "trusts the new authority only when ca.pem is there"
         remark = (
             "Members that were ever changed are signed by the old one: change them once more, as by `members demote` "
-            "and `promote`, or no region comes back with an empty folder"
+            "and `promote` (a witness: remove and add it), or no region comes back with an empty folder"
         )
     else:
         names = authority.renew_regions(folder, regions or ())

@@ -208,8 +208,7 @@ class Diloco(LoopView):
             if self._fragments is not None:
                 self._attached_step(tokens, loss, grad_norm, started_ns)
             else:
-                self.global_step += 1
-                self.tokens += tokens
+                self.global_step, self.tokens = self.global_step + 1, self.tokens + tokens
                 self._stop_if(self._terminate.is_set, "the process was asked to stop")
         except LearnerError as error:
             self._refuse(error)
@@ -231,7 +230,7 @@ class Diloco(LoopView):
         self, tokens: int, loss: Tensor | float | None, grad_norm: Tensor | float | None, started_ns: int
     ) -> None:
         self._check_open("step()")
-        self._terminate.exit_late(are_told=self.should_stop)
+        self._terminate.exit_late(are_told=self.should_stop and self.steps > 1)
         self._saves.step()
         session = self._session
         if session is not None:
@@ -365,7 +364,8 @@ class Diloco(LoopView):
             finally:
                 self._close(None)
         if error is None or self._terminate.is_orderly(error, is_alone=self._ranks.size == 1):
-            return self.close()
+            self.close()
+            return self._terminate.exit_late(are_told=True)
         if self._session is not None and self._wish.reason and not self._is_closed:
             self._session.want_end(self._wish.reason)
         self._fail(error)

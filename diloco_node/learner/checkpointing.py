@@ -89,7 +89,7 @@ class Checkpointing:
         self._every_s = every_s
         self._warn = warn
         self._parts: OptimizerParts | None = None
-        # None before `resume`, and where nothing is kept: so it is on all of them.
+        # None before `resume`, and where nothing is kept or no rank holds what another does: so it is on all of them.
         self._ranks: Ranks | None = None
         self._writer: CheckpointWriter | None = None
         self._saved_at_s = time.monotonic()
@@ -128,7 +128,7 @@ class Checkpointing:
                 break
         if self._parts is not None:
             self._parts.begin()
-        self._ranks = ranks
+        self._ranks = ranks if shards.copies() else None
         if ranks.is_first:
             self._loop_state = LoopState(tensors, self.stateful, self._warn, self.optimizer)
         return progress

@@ -107,8 +107,9 @@ class LearnerLink:
         Never blocks. Lost if the daemon dies: the next Attach says what matters.
         """
         with self._queue_lock:
-            if isinstance(message, Report) and self._outgoing and isinstance(self._outgoing[-1], Report):
-                self._outgoing[-1] = message  # an older one that was not sent is of no use
+            last = len(self._outgoing) - 1  # read once: a signal's handler may send in the midst of this
+            if isinstance(message, Report) and last >= 0 and isinstance(self._outgoing[last], Report):
+                self._outgoing[last] = message  # an older one that was not sent is of no use
             else:
                 self._outgoing.append(message)
         self._wake()

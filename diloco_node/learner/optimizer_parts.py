@@ -147,11 +147,15 @@ class OptimizerParts:
     def _writes(self) -> dict[str, list[tuple[int, int]]]:
         """Return by key which tensors each state has, and how often each was written to."""
         members = [(inner, parameter) for inner in inner_of(self._optimizer) for parameter in parameters_of(inner)]
-        states = [getattr(inner, "state", {}).get(parameter) or {} for inner, parameter in members]
+        states = [getattr(inner, "state", {}).get(parameter) for inner, parameter in members]
         return {
-            key: [(id(item), item._version) for item in state.values() if isinstance(item, Tensor)]
+            key: [
+                (id(item), 0 if item.is_inference() else item._version)
+                for item in state.values()
+                if isinstance(item, Tensor)
+            ]
             for key, state in zip(self._keys, states, strict=False)
-            if state
+            if state and isinstance(state, Mapping)
         }
 
     def keep(self) -> Kept:
@@ -235,7 +239,7 @@ class OptimizerParts:
                 changes[key if changes.get(key) in (None, pair) else f"{key} of group {at}"] = pair
             self._drifts.append(drifts)
             is_other = place is None or ("lr" in group_changes and BEGIN not in group)
-            self._rates.append(0.0 if is_other else float(drifts.get("lr", [group.get("lr", 0.0)])[0]))
+            self._rates.append(0.0 if is_other else float(drifts.get("lr", [group.get("lr")])[0] or 0.0))
             settings_now = {key for key, (old, own) in group_changes.items() if own and not old}
             keys = [state for key, state in LATER_STATES.items() if key in settings_now]
             additions += [keys for _ in group["params"]]

@@ -51,7 +51,7 @@ class TerminateFlag:
     """
 
     def __init__(self) -> None:
-        self.is_set = self.is_holding = False
+        self.is_set = self.is_holding = self._is_pending = False
         self.note: Callable[[], None] = lambda: None
         # Monotonic: when SIGTERM came first, and the last stop signal.
         self._set_s: float | None = None
@@ -139,10 +139,12 @@ class TerminateFlag:
             try:
                 handler(number, frame)
             except (SystemExit, KeyboardInterrupt) as error:
-                self._exit = error
-                if not self.is_holding or os.getpid() != self._pid:
+                is_again, self._exit = self._is_pending, error
+                # Who insists, or has no time left, does not wait.
+                if not self.is_holding or is_again or self.is_late() or os.getpid() != self._pid:
+                    self._is_pending = False
                     raise
-                self.is_set = True
+                self.is_set = self._is_pending = True
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -152,12 +154,13 @@ class TerminateFlag:
             yield
         finally:
             self.is_holding = was_holding
-        if self._exit not in (None, before) and not was_holding:
-            raise self._exit
+        if self._exit is not before and not was_holding:
+            self.exit_late(are_told=True)
 
     def exit_late(self, *, are_told: bool) -> None:
-        """Exit as a handler of the script's wanted to, where its loop goes on though all ranks were told to leave."""
-        if are_told and self.is_holding and self._exit is not None:
+        """Exit as a handler of the script's wanted to, once all ranks know that they are to leave."""
+        if are_told and self._is_pending and self._exit is not None:
+            self._is_pending = False
             raise self._exit
 
     def restore(self) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -45,8 +46,8 @@ Orders = tuple[ToLearner, ...]
 
 _TIMES_OUT: Final = re.compile("timed out|timeout", re.IGNORECASE)
 
-_attaches: Final = count()
-"""Numbers of the calls of `attach` in this process."""
+_attaches: Final[WeakKeyDictionary[Any, Iterator[int]]] = WeakKeyDictionary()
+"""By process group numbers of the calls of `attach`: ranks that make their groups anew may be of another age."""
 
 log = logging.getLogger("diloco_node.learner")
 
@@ -122,12 +123,12 @@ def _new_group() -> Any:
 def _await_all(rank: int, ranks: int) -> None:
     """Wait until all ranks are in `attach`, and tell who is not: a new group would wait for them without a word.
 
-    Raises LearnerError: a rank does not come.
+    Rank 0 waits for all, the others for it: one store serves them. Raises LearnerError: a rank does not come.
     """
-    store, number = dist.distributed_c10d._get_default_store(), next(_attaches)
+    store, number = dist.distributed_c10d._get_default_store(), next(_attaches.setdefault(dist.group.WORLD, count()))
     deadline_s = time.monotonic() + _patience().total_seconds()
     store.set(f"diloco attach {number} of {rank}", "here")
-    for other in range(ranks):
+    for other in range(ranks if rank == 0 else 1):
         while True:
             try:
                 store.wait([f"diloco attach {number} of {other}"], ABSENCE_TOLD)

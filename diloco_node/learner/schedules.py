@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 
-from diloco_node.learner.several_optimizers import settings_of
-
 POSITIONS: Final = frozenset(
     {"last_epoch", "_step_count", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i", "_schedulers"}
 )
 """Where a schedule of torch's is; everything else in its state is a setting."""
+
+_NO_SETTINGS: Final = frozenset(
+    {"_last_lr", "base_lrs", "lr_lambdas", "verbose", "_is_initial", "_get_lr_called_within_step"}
+)
+"""Rates, functions, and what only some versions of torch have; neither position nor setting."""
 
 BEGIN: Final = "initial_lr"
 """The rate of a group that its schedule begins with, as schedules of torch's write it into the group."""
@@ -170,7 +173,7 @@ def place_schedule(component: Any, state: dict[str, Any], components: Collection
     A schedule of torch's with other settings than before is stepped to its position, for most of them compute a rate
     from the one before it: a cosine that has come to zero would stay there, however long it is now.
 
-    component: any, also in a wrapper; one that is no schedule, optimizer or gradient scaler of torch's gets all of the
+    component: any, also in a wrapper; one that is no schedule or gradient scaler of torch's gets all of the
         state. state: from the checkpoint. components: of the loop; others may change the same rates.
 
     Raises ValueError: it has other parts than before, and can't be stepped there.
@@ -179,23 +182,20 @@ def place_schedule(component: Any, state: dict[str, Any], components: Collection
         own_state = component.state_dict()
         tell_changes(_changes(state, {key: own_state[key] for key in SCALER if key in own_state}), "gradient scaler")
         return state | {key: value for key, value in own_state.items() if key in SCALER or key not in state}
-    if isinstance(component, torch.optim.Optimizer) and "param_groups" in state:  # of a model that is not merged
-        groups = [dict(group) for group in state["param_groups"]]
-        for group, own_group in zip(groups, component.state_dict()["param_groups"], strict=False):
-            changes, drifts = take_settings(group, own_group, settings_of(component), {})
-            tell_changes(changes | drifts, type(component).__name__)
-        return state | {"param_groups": groups}
     schedule = below_wrapper(component)
     members = getattr(component, "schedulers", None)
-    if isinstance(members, list) and members and "last_epoch" in state:  # torchtitan's list has that of the first
-        return _position(members[0], state) if isinstance(members[0], lr_scheduler.LRScheduler) else state
+    first = members[0] if isinstance(members, list) and members else None
+    if isinstance(first, lr_scheduler.LRScheduler) and state.keys() == first.state_dict().keys():  # torchtitan's list
+        return _position(first, state)
     return _at_place(schedule, state, components) if isinstance(schedule, lr_scheduler.LRScheduler) else state
 
 
 def _at_place(schedule: lr_scheduler.LRScheduler, state: dict[str, Any], components: Collection[Any]) -> dict[str, Any]:
+    if type(schedule).__module__ != lr_scheduler.__name__:
+        return _position(schedule, state)
     own = schedule.state_dict()
     before, now = _settings(state), _settings(own)
-    if before == now or type(schedule).__module__ != lr_scheduler.__name__:
+    if before == now:
         return _position(schedule, state)
     tell_changes(_changes(before, now), type(schedule).__name__)
     rivals = [rival for item in components if (rival := below_wrapper(item)) is not schedule]
@@ -231,7 +231,7 @@ def _settings(state: Mapping[str, Any]) -> dict[str, Any]:
         if key == "_schedulers":
             members = enumerate(map(_settings, value))
             settings |= {f"{name} of part {at}": own for at, member in members for name, own in member.items()}
-        elif key not in {*POSITIONS, "_last_lr", "base_lrs", "lr_lambdas"}:
+        elif key not in POSITIONS | _NO_SETTINGS:
             settings[key.lstrip("_")] = json.loads(json.dumps(value, default=lambda _: None))
     return settings
 

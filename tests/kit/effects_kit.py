@@ -158,7 +158,6 @@ class Bench:
             table=self.table,
             sending=Sending(self.transport, self.tasks.spawn),
             reject=self.transport.reject,
-            states_requested=fetcher.states_requested,
         )
         versions = VersionEffects(
             **shared,

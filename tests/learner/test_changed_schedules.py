@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import lr_scheduler
 
 import diloco_node
@@ -177,27 +176,6 @@ def test_a_gradient_scaler_has_the_settings_of_the_script(caplog: pytest.LogCapt
     ]
     new.load_state_dict(place_schedule(new, scaler(enabled=False).state_dict()))  # of a life in float32
     assert (new.get_scale(), new.get_growth_interval()) == (8.0, 7)
-
-
-def test_an_optimizer_beside_the_model_has_the_settings_of_the_script(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    theta, versions = None, None
-    for lr in (0.1, 0.5):
-        with FakeDaemon(folder, theta=theta, versions=versions) as daemon:
-            model = net()
-            critic = nn.Linear(2, 2)
-            beside = torch.optim.AdamW(critic.parameters(), lr=lr)
-            parts: dict[str, Any] = {"critic": critic, "critic's optimizer": beside}
-            optimizer = make(model)
-            with diloco_node.attach(model, optimizer, stateful=parts) as diloco:
-                critic(torch.ones(1, 2)).sum().backward()
-                beside.step()
-                train(model, optimizer, diloco)
-            theta, versions = daemon.theta, daemon.versions
-    assert beside.param_groups[0]["lr"] == 0.5
-    assert {float(state["step"]) for state in beside.state.values()} == {2.0}
-    assert "AdamW: lr is 0.5 as the script sets it, not 0.1 as in the checkpoint" in caplog.text
 
 
 @pytest.mark.parametrize(("count", "is_told"), [(0, True), (12, False)])

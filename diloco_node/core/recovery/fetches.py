@@ -28,6 +28,9 @@ GONE: Final = frozenset({"gone", "unknown"})
 LATE: Final = "too slow; it may still come"
 """The bytes come in, and take too long: the next requests go to others first."""
 
+LATE_LOAD: Final = 2
+"""A donor whose last transfer was late counts as if it sent so many more. Others go first; it is not left out."""
+
 
 @dataclass(slots=True)
 class _Fetch:
@@ -72,6 +75,7 @@ class Fetches:
     def follow(self, regions: Iterable[str]) -> None:
         """These are the regions from now on. A fetch from one that has gone ends as one from a lost peer does."""
         self._members = self._others = tuple(sorted(name for name in regions if name != self._region))
+        self._late.intersection_update(self._members)
 
     @property
     def is_idle(self) -> bool:
@@ -207,7 +211,7 @@ class Fetches:
         is_snapshot = current.body is None and current.version > 0
         loads = Counter(fetch.peer for fetch in self.pending.values() if is_snapshot)
         able = set(self._others) & set(alive)
-        order = sorted(able, key=lambda name: (name in self._late, loads[name], name != leader, name))
+        order = sorted(able, key=lambda name: (loads[name] + LATE_LOAD * (name in self._late), name != leader, name))
         order += [witness] * (witness != "" and current.body is not None)
         for name in order:
             if name not in current.failed and name not in current.gone:

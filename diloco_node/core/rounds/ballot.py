@@ -134,6 +134,8 @@ class BallotClock:
         reports = {name: min(rates, default=0) for name, rates in limits.items()}
         if attempt == 0:
             self._opened[fragment] = (busiest_bytes, reports)
+        else:
+            self._proofs[fragment] = (0, {})  # a low budget may have kept that ballot open: a holder's way in, perhaps
         return ballot_deadline(
             minimum_ns=self._context.settings.ballot_deadline_min_ns,
             attempt=attempt,

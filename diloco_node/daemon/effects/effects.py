@@ -181,7 +181,6 @@ def build_effects(
         table=table,
         sending=Sending(transport, spawn),
         reject=transport.reject,
-        states_requested=fetcher.states_requested,
     )
     versions = VersionEffects(
         **context, checkpoint_versions=settings.checkpoint_versions, table=table, version_area=learner.version_area

@@ -69,8 +69,6 @@ class Fetcher(EffectContext):
     _serving: set[tuple[str, PayloadRequested | StateRequested]] = field(default_factory=set, init=False)
     # By peer, fragment, version, and whether it is a payload. The oldest first.
     pending: dict[tuple[str, int, int, bool], _Pending] = field(default_factory=dict, init=False)
-    # By fragment the newest version whose state was requested.
-    states_requested: dict[int, int] = field(default_factory=dict, init=False)
     # Times of what a transfer has on a line that is as fast as is assumed.
     _patience: float = field(default=1.0, init=False)
 
@@ -98,8 +96,6 @@ class Fetcher(EffectContext):
         self.pending[key] = pending = _Pending(order)
         pending.watchdog = self._timer(pending, max(0.0, busy_s) + FETCH_SILENCE_S)
         kind = PayloadRequested if isinstance(order, FetchPayload) else StateRequested
-        if isinstance(order, FetchState):
-            self.states_requested[order.fragment] = max(order.version, self.states_requested.get(order.fragment, -1))
         if not self.transport.send(order.peer, kind(order.fragment, order.version, order.digest)):
             # The link went down after the core chose this peer: nothing will come, and nothing else would say so.
             self._end(key, "no link")

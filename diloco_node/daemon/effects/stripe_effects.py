@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -59,8 +59,6 @@ class StripeEffects(EffectContext):
     does not decode is the fault of the region that sent it: a single strike, however many stripes of that contribution
     come.
 
-    states_requested: by fragment the newest version whose state was requested.
-
     Attributes:
         region: our name. is_trimmed: `[rounds] merge` is `trimmed`. learner: has the own contribution's bytes.
         reject: counts what a peer did that no honest one does, as a strike.
@@ -73,7 +71,6 @@ class StripeEffects(EffectContext):
     table: StripeTable
     sending: Sending
     reject: Callable[[str, PeerError], None]
-    states_requested: Mapping[int, int]
     cosines: dict[str, deque[float]] = field(default_factory=dict, init=False)
     _struck: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict, init=False)
     """By region and fragment: incarnation and snapshot of the last contribution that was a strike."""
@@ -278,11 +275,7 @@ class StripeEffects(EffectContext):
         """Whether a stripe that a peer begins to send makes sense."""
         if isinstance(header, MergedStripe):
             fault = _shape_fault(self.parameters.blocks, header.fragment, header, raw_bytes)
-            # What is merged while states come is the way on from them: else all of it would be fetched after them.
-            base_version = self.states_requested.get(header.fragment, header.version)
-            is_next = self._is_next(header.fragment, header.version)
-            is_next |= 0 < header.version - base_version <= VERSIONS_AHEAD_MAX
-            return not fault and is_next and self.table.fits(header, peer)
+            return not fault and self._is_next(header.fragment, header.version) and self.table.fits(header, peer)
         contribution = header.contribution
         if contribution.learner != peer:
             return False

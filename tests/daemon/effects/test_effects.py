@@ -11,13 +11,12 @@ from diloco_node.codec.kernels import squared_norms
 from diloco_node.core.events import (
     CloseBallot,
     Event,
-    FetchState,
     MergedStripeArrived,
     ReduceStripe,
     ReductionDone,
     SendMerged,
 )
-from diloco_node.core.messages import ContributionStripe, MergedStripe, Refused
+from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.core.types import Ballot
 from tests.kit.effects_kit import BALLOT, Bench, arrived, contribution_body, contribution_header
 from tests.kit.node_kit import MANIFEST, HeldExecutor, contribution_of, settle
@@ -279,24 +278,6 @@ async def test_a_merged_stripe_counts_when_it_matches_its_digest(bench: Bench) -
     norms = tuple(squared_norms(bench.parameters.blocks[0], body, stripe.block_start, stripe.block_stop))
     assert bench.posted == [MergedStripeArrived(BALLOT, 1, 0, 1, header.digest, stripe, norms)]
     assert any(norms)
-
-
-async def test_stripes_that_are_merged_while_a_state_comes_are_the_way_on_from_it(bench: Bench) -> None:
-    """A region that joined over a slow line dropped them, and fetched all of them again after the state."""
-    body = bench.merged_bytes(bench.stripes()[1])
-
-    async def versions_taken() -> list[int]:
-        headers = [bench.merged_header(1, version=version) for version in (1, 4, 8, 9, 11, 12)]
-        return [header.version for header in headers if await bench.receive("b", header, body)]
-
-    assert await bench.do(FetchState("b", 0, 8, bytes(32))) == []
-    assert await versions_taken() == [1, 9, 11]
-    header, own_body = contribution_header(bench), contribution_body(bench)
-    assert not await bench.receive(
-        "b", replace(header, version=9, contribution=replace(header.contribution, base_version=8)), own_body
-    )
-    bench.effects.control_arrived("b", Refused(0, 8, "gone"))
-    assert bench.table.merged_stripe(BALLOT, 1, 0, 11, sender="b"), "until a version is applied"
 
 
 async def test_once_the_ballot_is_known_a_merged_stripe_comes_from_its_reducer_only(bench: Bench) -> None:
