@@ -62,13 +62,13 @@ class Fetches:
         # The other regions; and those that can be asked, a leader from outside too.
         self._members: tuple[str, ...] = ()
         self._others: tuple[str, ...] = ()
+        # Peers whose last transfer took too long.
+        self._late: set[str] = set()
         self.follow(regions)
         self._effects = effects
         self.pending: dict[int, _Fetch] = {}
         self._alive: frozenset[str] = frozenset()
         self._witness = ""
-        # Peers whose last transfer took too long.
-        self._late: set[str] = set()
         # Per fragment the version of the last state that nobody who was there could send.
         self._refused: dict[int, int] = {}
 
