@@ -122,6 +122,7 @@ CHEAT_SIGNS = {
     "sum flipped": "not the sum of its members",
     "sum biased": "not the sum of its members",
     "audits avoided": "not the sum of its members",
+    "no projections": "not the sum of its members",
     "tokens x2": "work: ",
     "tokens x8": "work: ",
     "tokens x64": "work: ",
