@@ -66,7 +66,7 @@ def held_bytes(fragments: Any) -> dict[str, int]:
     """What one rank's `LearnerFragments` holds: in shared memory, and in memory of its own."""
     shared = {
         one.untyped_storage().data_ptr()
-        for one in (*fragments._places[:1], torch.from_numpy(fragments._contributions._area))
+        for one in (*fragments._area[:1], torch.from_numpy(fragments._contributions._area))
         if one.numel()
     }
     held = storages(fragments)

@@ -64,7 +64,6 @@ class StepBoundaries:
 
     Attributes:
         is_crossing: set from where a step's boundary begins to its end, and for ever where it had none.
-        is_ending: set once all ranks know that they are to leave.
     """
 
     ranks: Ranks
@@ -75,7 +74,6 @@ class StepBoundaries:
     wish: EndWish
     warn: Callable[[str], None]
     is_crossing: threading.Event = field(default_factory=threading.Event)
-    is_ending: threading.Event = field(default_factory=threading.Event)
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -89,8 +87,6 @@ class StepBoundaries:
         with self.terminate.held():
             yield
             self.is_crossing.clear()
-        if self.is_ending.is_set():  # a script's handler that exits from now on has nothing to wait for
-            self.terminate.is_holding = False
 
     def cross(self, tokens: int, look: Look | None = None) -> Boundary:
         """Carry out what the ranks agree on, and return it. Without `look` no step was made: versions are taken.
@@ -106,8 +102,6 @@ class StepBoundaries:
         has_orders = session is not None and session.hear()
         # Without the link's lock: another rank may take its time, and the daemon may be a new one then.
         boundary = self.ranks.agree(self._brought(tokens, has_orders=has_orders), fragments=count)
-        if boundary.is_stopping:
-            self.is_ending.set()
         if boundary.wants_end:
             self.wish.pass_on(self.ranks, session)
         if look is not None:

@@ -32,6 +32,9 @@ LEAVE_SHARE: Final = 0.8
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Schedulers and spot notices send them. A script that has a handler for one may leave with exit code 0."""
 
+AGAIN_S: Final = 2.0
+"""A stop that comes so long after the one that waits is somebody who insists."""
+
 STOP_LASTS_S: Final = 300.0
 """So long a stop signal is the reason of an end: a handler may be for a profile or a checkpoint only."""
 
@@ -55,6 +58,7 @@ class TerminateFlag:
         self.note: Callable[[], None] = lambda: None
         # Monotonic: when SIGTERM came first, and the last stop signal.
         self._set_s: float | None = None
+        self._held_s = -math.inf  # when the exit came that waits
         self._stop_s = -math.inf
         # By signal: the handler that stands here, and the one that it stands in for.
         self._handlers: dict[int, tuple[_Handler, _Handler | signal.Handlers]] = {}
@@ -139,11 +143,14 @@ class TerminateFlag:
             try:
                 handler(number, frame)
             except (SystemExit, KeyboardInterrupt) as error:
-                is_again, self._exit = self._is_pending, error
-                # Who insists, or has no time left, does not wait.
+                self._exit, now_s = error, time.monotonic()
+                # Who insists, or has no time left, does not wait. One stop may be delivered twice.
+                is_again = self._is_pending and now_s - self._held_s > AGAIN_S
                 if not self.is_holding or is_again or self.is_late() or os.getpid() != self._pid:
                     self._is_pending = False
                     raise
+                if not self._is_pending:
+                    self._held_s = now_s
                 self.is_set = self._is_pending = True
 
     @contextlib.contextmanager

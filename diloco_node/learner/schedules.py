@@ -185,9 +185,14 @@ def place_schedule(component: Any, state: dict[str, Any], components: Collection
     schedule = below_wrapper(component)
     members = getattr(component, "schedulers", None)
     first = members[0] if isinstance(members, list) and members else None
-    if isinstance(first, lr_scheduler.LRScheduler) and state.keys() == first.state_dict().keys():  # torchtitan's list
+    if isinstance(first, lr_scheduler.LRScheduler) and _is_of(first, state):  # in torchtitan's list
         return _position(first, state)
     return _at_place(schedule, state, components) if isinstance(schedule, lr_scheduler.LRScheduler) else state
+
+
+def _is_of(schedule: lr_scheduler.LRScheduler, state: Mapping[str, Any]) -> bool:
+    """Whether a state is that of such a schedule, and not of a container with more; of any version of torch."""
+    return "last_epoch" in state and state.keys() - _NO_SETTINGS <= schedule.state_dict().keys()
 
 
 def _at_place(schedule: lr_scheduler.LRScheduler, state: dict[str, Any], components: Collection[Any]) -> dict[str, Any]:

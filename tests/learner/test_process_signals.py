@@ -231,3 +231,34 @@ def test_only_an_exit_by_the_handler_of_a_stop_signal_is_in_order_and_only_witho
     finally:
         flag.restore()
         signal.signal(signal.SIGUSR1, earlier)
+
+
+@pytest.mark.usefixtures("before")
+def test_an_exit_that_waits_is_raised_once_at_the_end_or_where_somebody_insists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other ranks may be in the middle of a step. One stop may be delivered twice: to the group, and forwarded."""
+    now_s = 1000.0
+    monkeypatch.setattr(process_signals.time, "monotonic", lambda: now_s)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for is_insisting in (False, True):
+        flag = TerminateFlag()
+        try:
+            flag.install()
+            flag.is_holding = True
+            for pause_s in (0.0, 0.5):
+                now_s += pause_s
+                with flag.held():
+                    signal.raise_signal(signal.SIGTERM)
+            assert flag.is_set
+            flag.exit_late(are_told=False)
+            if is_insisting:
+                now_s += process_signals.AGAIN_S
+                with pytest.raises(SystemExit):
+                    signal.raise_signal(signal.SIGTERM)
+            else:
+                with pytest.raises(SystemExit):
+                    flag.exit_late(are_told=True)
+            flag.exit_late(are_told=True)  # once is enough
+        finally:
+            flag.restore()
