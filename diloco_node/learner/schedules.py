@@ -182,12 +182,27 @@ def place_schedule(component: Any, state: dict[str, Any], components: Collection
         own_state = component.state_dict()
         tell_changes(_changes(state, {key: own_state[key] for key in SCALER if key in own_state}), "gradient scaler")
         return state | {key: value for key, value in own_state.items() if key in SCALER or key not in state}
+    if isinstance(component, torch.optim.Optimizer):
+        _tell_other_rates(component, state)
+        return state
     schedule = below_wrapper(component)
     members = getattr(component, "schedulers", None)
     first = members[0] if isinstance(members, list) and members else None
     if isinstance(first, lr_scheduler.LRScheduler) and _is_of(first, state):  # in torchtitan's list
         return _position(first, state)
     return _at_place(schedule, state, components) if isinstance(schedule, lr_scheduler.LRScheduler) else state
+
+
+def _tell_other_rates(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Log rates that an optimizer beside the merged model keeps from its checkpoint: the loop may have lowered them.
+
+    A rate with a schedule is the schedule's, which has the script's settings.
+    """
+    for group, own_group in zip(state.get("param_groups", ()), optimizer.param_groups, strict=False):
+        rate, own_rate = group.get("lr"), own_group.get("lr")
+        if rate is not None and own_rate is not None and BEGIN not in own_group and not is_same(rate, own_rate):
+            text = "%s in stateful: lr is %g as in the checkpoint, not %g as the script makes it: set it after attach"
+            log.warning(text, type(optimizer).__name__, float(rate), float(own_rate))
 
 
 def _is_of(schedule: lr_scheduler.LRScheduler, state: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import lr_scheduler
 
 import diloco_node
@@ -176,6 +177,18 @@ def test_a_gradient_scaler_has_the_settings_of_the_script(caplog: pytest.LogCapt
     ]
     new.load_state_dict(place_schedule(new, scaler(enabled=False).state_dict()))  # of a life in float32
     assert (new.get_scale(), new.get_growth_interval()) == (8.0, 7)
+
+
+@pytest.mark.parametrize(("lr", "is_told"), [(0.5, True), (0.1, False)])
+def test_an_optimizer_beside_the_model_keeps_its_rate_and_says_so(
+    lr: float, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop may have lowered it, and a script that is the same would take that back."""
+    kept, own = (torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=rate) for rate in (0.1, lr))
+    own.load_state_dict(place_schedule(own, kept.state_dict()))
+    assert own.param_groups[0]["lr"] == 0.1
+    text = "AdamW in stateful: lr is 0.1 as in the checkpoint, not 0.5 as the script makes it: set it after attach"
+    assert caplog.messages == [text] * is_told
 
 
 @pytest.mark.parametrize(("count", "is_told"), [(0, True), (12, False)])

@@ -55,7 +55,7 @@ def cases(faults: Iterable[str]) -> list[Any]:
 
 
 DAEMON_SIGNS = {
-    "lent-place": "written over before the learner took it",
+    "lent-place": "was written over while the learner reads it",
     "refused-write": "its disk has",
 }
 
