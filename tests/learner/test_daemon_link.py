@@ -276,6 +276,21 @@ def test_queues_are_bounded(daemon: Daemon, learner: Learner, monkeypatch: pytes
     until(lambda: list(learner.link.waiting_commands) == [WELCOME])
 
 
+def test_what_waits_to_be_sent_is_bounded(daemon: Daemon, learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUEUE_MAX", 10)
+    daemon.accept(WELCOME)
+    assert learner.wait_for(1) == [WELCOME]
+    with learner.link._queue_lock:
+        for number in range(11):
+            learner.link.send(Failed(f"{number}"))
+    with pytest.raises(AssertionError, match="the learner hung up"):
+        daemon.hear()
+    daemon.accept(WELCOME)  # the learner attached anew, and says nothing of it
+    assert learner.wait_for(1) == [WELCOME]
+    assert learner.attaches == 2
+    assert not learner.link.has_outgoing()
+
+
 def test_learner_that_came_first_finds_the_daemon(path: Path, learner: Learner) -> None:
     time.sleep(0.05)
     daemon = Daemon(path)

@@ -204,6 +204,10 @@ def test_a_budget_beside_which_a_ballot_was_fast_makes_the_next_ones_no_longer()
     assert deadline_s() <= SETTINGS.rounds_in_flight_max * usual_s
     world.liveness.own_budget(RateLimits(50, 50))
     assert deadline_s() == long_s, "it was lowered since"
+    world.liveness.own_budget(RateLimits(100, 100))
+    assert deadline_s() < long_s
+    clock.deadline(0, ("a", "b", "c"), stripes, attempt=1)
+    assert deadline_s() == long_s, "a ballot was late: what it lacked may be what the budget bounds"
 
 
 def test_budgets_beyond_what_a_ballot_takes_do_not_hide_a_low_one() -> None:
