@@ -21,7 +21,8 @@ from diloco_node.core.types import Contribution, DiscardedBody, Entry, RoundBody
 
 INCARNATIONS_KEPT: Final = 8
 """Incarnations of one learner that are in the ledger and have an account of their own. The tokens of older ones are
-added up, and they are closed. They are booked in order, so the eighth before the newest was complete long ago."""
+added up, and they are closed. They are booked in order, so the eighth before the newest was complete long ago. Only
+where a learner is started nine times within one round of a fragment, some of its lost steps are never booked there."""
 
 
 class Account:

@@ -80,8 +80,7 @@ class ObservedCore:
         for effect in self.core.handle(event, now_ns=now_ns):
             host.observer.effect_seen(host, effect)
             yield effect
-        host.observer.settled(host)
-        host.tell_shards()
+        host.settle()
 
 
 class RealPlane:

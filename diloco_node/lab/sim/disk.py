@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from diloco_node.codec.digest import fragment_digest
+from diloco_node.core.messages import FinishRequested
 from diloco_node.core.types import DISK_ID_BYTES, NO_BASE, Entry, GenesisBody, LedgerBase, Recovered
 from diloco_node.numeric import F32
 
@@ -66,6 +67,7 @@ class Disk:
         late_writes: writes whose effect on the durable attributes comes with their fsync.
         votes: every vote that ever was durable, by term; no daemon reads it.
         id: of the folder, random; a lost one comes back with another. life: its last start.
+        wishes: for the run's end, of this region's operator and script.
         keeps_vote: False plants a fault: the vote never reaches the disk.
         lost: the disk that was in its place before, and was lost with everything on it.
         rotten: payloads and states that were durable, and gone since their bytes changed: nobody is to blame.
@@ -85,6 +87,7 @@ class Disk:
     votes: dict[int, str] = field(default_factory=dict)
     id: bytes = bytes(DISK_ID_BYTES)
     life: int = 0
+    wishes: tuple[FinishRequested, ...] = ()
     keeps_vote: bool = True
     lost: Disk | None = None
     rotten: set[RottenKey] = field(default_factory=set)

@@ -97,6 +97,8 @@ class Host:
         self._life: Life | None = None
         # Daemons started so far; it only grows.
         self._lives = 0
+        # Which of them has the wishes for the run's end that were on disk.
+        self._recalled = 0
         # Events of this life that the core has not had yet.
         self._events: deque[ev.Event] = deque()
         # Until then the loop stands still, and events wait.
@@ -273,8 +275,23 @@ class Host:
         for effect in self.core.handle(event, now_ns=self.world.now_ns):
             self.observer.effect_seen(self, effect)
             self.effects.perform(effect)
+        self.settle()
+
+    def settle(self) -> None:
+        """Do what follows an event and its effects."""
         self.observer.settled(self)
+        self._follow_wishes()
         self.tell_shards()
+
+    def _follow_wishes(self) -> None:
+        """Keep the wishes for the run's end on disk, as `daemon.node` does."""
+        end, knows_run = self.core.end, self.core.ledger.has_caught_up and not self.core.is_replaying
+        if self._recalled != self._lives and knows_run:
+            self._recalled = self._lives
+            if end.end is None:
+                end.recall(self.disk.wishes)
+        if self._recalled == self._lives:
+            self.disk.wishes = end.wishes
 
     def tell_shards(self) -> None:
         """Tell the learner its shards of the data, as `daemon.learner.reception` does."""

@@ -14,7 +14,7 @@ from diloco_node.core.merge import stripes
 from diloco_node.core.recovery import compaction, digest_watch, fetches, upkeep, versions
 
 LOW: tuple[tuple[str, int, tuple[ModuleType, ...]], ...] = (
-    ("INCARNATIONS_KEPT", 3, (account,)),
+    ("INCARNATIONS_KEPT", 5, (account,)),
     ("UNPACKED_ENTRIES", 3, (log,)),
     ("STAGED_ENTRIES_MAX", 3, (log, replication)),
     ("BATCH_ENTRIES_MAX", 2, (replication, witness)),

@@ -75,13 +75,17 @@ class MemberCheck:
             self._violate(f"members: {len(changes)} changes are open at once: {changes}")
 
     def is_belated(self, text: str, *, now_ns: int) -> bool:
-        """Whether an alarm is about an eviction that was true, and waited longer for a majority than a region has to be
-        away for one. Its region is back as long: nobody can tell it from what a liar dates back, so it may be refused.
+        """Whether an alarm is about an eviction that was true, and waited for a majority.
+
+        Its region may be back, and knows no more than that it is here. Others may have heard it again for as long as a
+        region has to be away: nobody can tell that from what a liar dates back, so it may be refused.
         """
         if match := re.search(r"(\S+) is away for long", text):
             self._evicted_ns[match[1]] = now_ns
         match = re.search(r"entry \d+: (\S+) (was heard here|is here itself)", text)
-        return match is not None and now_ns - self._evicted_ns.get(match[1], now_ns) >= absence.EVICT_AFTER_NS
+        if match is None or match[1] not in self._evicted_ns:
+            return False
+        return match[2] == "is here itself" or now_ns - self._evicted_ns[match[1]] >= absence.EVICT_AFTER_NS
 
     def is_majority(self, core: Any, names: Iterable[str], index: int) -> bool:
         """Whether these are a majority of those who vote by the log of a core.
