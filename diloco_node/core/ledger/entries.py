@@ -114,7 +114,7 @@ def decode_entry(data: bytes | memoryview) -> Entry:
             body=canonical_codec(body_type)[1](body),
             hash=_HASH(own_hash),
         )
-        is_canonical = encode_entry(entry) == data
+        is_canonical = _pack(plain) == data
     except OutOfBounds as error:
         raise ProtocolViolation(f"not an entry of the ledger: {kind}{error.path}: {error.found}") from None
     except (ValueError, TypeError, KeyError) as error:
