@@ -112,10 +112,10 @@ def decode_entry(data: bytes | memoryview) -> Entry:
     return _decode(data)[0]
 
 
-def decode_chain(encoded: Sequence[bytes], *, previous_index: int, previous_hash: bytes) -> tuple[Entry, ...]:
+def decode_chain(texts: Sequence[bytes], *, previous_index: int, previous_hash: bytes) -> tuple[Entry, ...]:
     """The entries that follow that one. Raises ProtocolViolation: as `decode_entry` and `verify_chain`."""
-    decoded = [_decode(data) for data in encoded]
-    entries, digests = tuple(entry for entry, _ in decoded), [digest for _, digest in decoded]
+    pairs = [_decode(data) for data in texts]
+    entries, digests = tuple(entry for entry, _ in pairs), [digest for _, digest in pairs]
     verify_chain(entries, previous_index=previous_index, previous_hash=previous_hash, digests=digests)
     return entries
 
