@@ -34,6 +34,7 @@ def project_values(values: F32, window: Window, codec: Codec) -> tuple[float, fl
     signs = 1.0 - 2.0 * np.unpackbits(bits, count=len(values)).astype(np.float64)
     starts = np.arange(0, len(values), BLOCK_VALUES)
     peaks = np.maximum.reduceat(np.abs(values), starts).astype(np.float64)
-    sizes = np.diff(np.append(starts, len(values)))
+    sizes = np.full(len(starts), float(BLOCK_VALUES))
+    sizes[-1] = len(values) - starts[-1]
     error = float(np.dot(sizes, (ENCODING_ERRORS[codec] * peaks) ** 2))
     return float(np.dot(values.astype(np.float64), signs)), error

@@ -43,9 +43,15 @@ def _owners(run_id: str, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple([names[-1 - place] for place in scores.argmax(axis=0).tolist()])
 
 
+@lru_cache(maxsize=64)
+def _shards_by_owner(run_id: str, names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    owners = _owners(run_id, names)
+    return {name: tuple(shard for shard, owner in enumerate(owners) if owner == name) for name in names}
+
+
 def region_shards(run_id: str, region: str, regions: Iterable[str]) -> tuple[int, ...]:
     """The shards of one of the members, ascending; none of a region that is no member."""
-    return tuple(shard for shard, owner in enumerate(shard_owners(run_id, regions)) if owner == region)
+    return _shards_by_owner(run_id, tuple(sorted(set(regions)))).get(region, ())
 
 
 @dataclass(frozen=True, slots=True)

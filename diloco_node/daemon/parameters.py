@@ -7,6 +7,7 @@ do no reordering. Work over a few milliseconds runs in the pool; one lock per fr
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
@@ -58,10 +59,8 @@ class Parameters:
         self._files = files or pool
         self._background = background or pool
         self.theta: list[F32] = [np.zeros(0, np.float32) for _ in manifest.fragments]
-        # Blocks of their own: as holes of the heap the parameters' would stay, once they lie in shared memory.
         ends = np.cumsum([fragment.size for fragment in manifest.fragments])[:-1]
         self.momentum: list[F32] = np.split(np.zeros(manifest.size, np.float32), ends)
-        self._first = dict(enumerate(np.split(np.empty(manifest.size, np.float32), ends)))
         self._locks = [asyncio.Lock() for _ in manifest.fragments]
         self._adopting = asyncio.Lock()
 
@@ -71,9 +70,7 @@ class Parameters:
         def read() -> F32:
             theta, momentum = self._store.read_state(fragment, version)
             np.copyto(self.momentum[fragment], momentum)
-            place = self._first.pop(fragment, None)
-            if place is None:
-                return theta.copy()  # the store's arrays are one block
+            place = own_memory(theta.size)
             np.copyto(place, theta)
             return place
 
@@ -102,7 +99,7 @@ class Parameters:
             work = list(zip(body.stripes, bodies, strict=True))
 
             before = self.theta[fragment]
-            theta = np.empty_like(before) if place is None else place
+            theta = own_memory(before.size) if place is None else place
             # A last round leaves the momentum alone: where mu is 0 it has no part in the step.
             momentum = np.zeros_like(before) if body.is_last else self.momentum[fragment]
 
@@ -149,6 +146,12 @@ class Parameters:
     def full_tensors(self) -> dict[str, F32]:
         """The whole model by tensor name, float32, shaped; see `join_fragments`. Call it when no round is open."""
         return join_fragments(self.manifest, self.theta)
+
+
+def own_memory(size: int) -> F32:
+    """Memory for a fragment's parameters until they lie in shared memory, shape (n,), float32. It goes back to the
+    kernel with the array: in the heap it would stay as a hole."""
+    return np.frombuffer(mmap.mmap(-1, 4 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.float32)
 
 
 def join_fragments(manifest: Manifest, vectors: Sequence[F32]) -> dict[str, F32]:

@@ -41,7 +41,8 @@ STATE_BYTES: Final = 8
 """Parameters and momentum, float32."""
 
 STATES_KEPT: Final = 2
-"""On disk. A third one of a fragment goes when a majority has told its digest, in seconds."""
+"""On disk. A third one of a fragment goes when a majority has told its digest, in a second or so. With a round each 0.1
+s several of 24 fragments have one, each a third of a byte a parameter."""
 
 MOMENT_BYTES: Final = 8
 """Two moments of the learner, copied before they are written; the memory stays for the next checkpoint."""
@@ -279,6 +280,7 @@ class Storage:
 
     Attributes:
         daemon: momentum.
+        restart: more, after a start of the daemon: the parameters, each fragment's until its next round.
         base: more, where a learner's base is not the daemon's copy: its types or `[learner] encode` don't let it.
         copies: of AdamW's moments in the learner, for its checkpoints.
         rooms: more, of a learner on a GPU, for fragments on their way: page-locked, and as much on the GPU.
@@ -290,6 +292,7 @@ class Storage:
     """
 
     daemon: int
+    restart: int
     base: int
     copies: int
     rooms: int
@@ -301,7 +304,7 @@ class Storage:
 
     @property
     def memory(self) -> int:
-        """All that is in RAM, but for `base` and `rooms`."""
+        """All that is in RAM, but for `restart`, `base` and `rooms`."""
         return self.daemon + self.copies + self.shared + self.freed + self.rounds
 
     @property
@@ -321,6 +324,7 @@ def storage(workload: Workload) -> Storage:
     slots = len(workload.fragments) + SPARE_SLOTS
     return Storage(
         daemon=VALUE_BYTES * values,
+        restart=VALUE_BYTES * values,
         base=VALUE_BYTES * values,
         copies=MOMENT_BYTES * values,
         rooms=GPU_ROOMS * VALUE_BYTES * largest,

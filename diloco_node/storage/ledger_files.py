@@ -39,7 +39,7 @@ import msgpack
 
 from diloco_node import atomic_file
 from diloco_node.atomic_file import sync_folder, write_at
-from diloco_node.core.ledger.entries import decode_entry, encode_entry, verify_chain
+from diloco_node.core.ledger.entries import decode_chain, encode_entry
 from diloco_node.core.types import NO_BASE, Entry, LedgerBase
 from diloco_node.core.unpacking import unpack
 from diloco_node.errors import LedgerLost, PeerError, StorageError, SupersededError
@@ -181,11 +181,9 @@ class LedgerFile:
     def decode(self, bodies: Sequence[bytes], *, previous_index: int, previous_hash: bytes) -> tuple[Entry, ...]:
         """The entries that follow that one, their hash chain checked. Raises StorageError."""
         try:
-            entries = tuple(decode_entry(body) for body in bodies)
-            verify_chain(entries, previous_index=previous_index, previous_hash=previous_hash)
+            return decode_chain(bodies, previous_index=previous_index, previous_hash=previous_hash)
         except PeerError as error:
             raise StorageError(f"{self._path} is damaged: {error}. {_REMEDY}") from error
-        return entries
 
     def append(self, truncate_from: int, entries: Sequence[Entry]) -> None:
         """Write one frame; durable when this returns. truncate_from: forget the entries from here on first; 0: none.

@@ -1,6 +1,7 @@
 """The parameters: the same bits whatever the stripes, readers and the step kept apart, checkpoints that can be read."""
 
 import asyncio
+import mmap
 import os
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -150,13 +151,24 @@ async def test_states_that_are_set_aside_are_not_found_by_the_next_start(pair) -
     assert store.set_aside == ["f000-v00000001.bin", "f000-v00000002.bin"]
 
 
-async def test_an_adopted_state_holds_no_more_than_its_own_memory(pair) -> None:
-    """The store reads both into one block, which would outlive the parameters that are moved to a learner's."""
+async def test_parameters_outside_of_the_version_area_go_back_to_the_kernel_with_their_array(pair) -> None:
+    """Neither the heap has them, nor a block of the store or of other fragments that would outlive them."""
     parameters, _ = pair
     momentum = parameters.momentum[0]
+    sizes = [4 * fragment.size for fragment in MANIFEST.fragments]
+    assert [_mapped_bytes(theta) for theta in parameters.theta] == sizes
+    await parameters.apply(*a_round(parameters), None)
+    assert [_mapped_bytes(theta) for theta in parameters.theta] == sizes
     await parameters.adopt(0, 0)
-    assert parameters.theta[0].base is None
     assert parameters.momentum[0] is momentum
+
+
+def _mapped_bytes(values: np.ndarray) -> int:
+    """Size of the mapping that an array alone holds; 0: it is on the heap."""
+    base = values.base
+    while isinstance(base, np.ndarray | memoryview):
+        base = base.base if isinstance(base, np.ndarray) else base.obj
+    return len(base) if isinstance(base, mmap.mmap) else 0
 
 
 async def test_states_are_adopted_after_each_other(pair, monkeypatch) -> None:

@@ -50,7 +50,7 @@ class FakeInbox:
     def offer(self, order: OfferVersion) -> None:
         self.offered.append(order)
 
-    def free_place(self, fragment: int) -> np.ndarray | None:
+    def free_place(self, fragment: int, _: int) -> np.ndarray | None:
         return self.places.get(fragment)
 
     def place_written(self, fragment: int) -> None:

@@ -191,7 +191,7 @@ def test_delays_alone_can_be_too_much() -> None:
 
 def test_storage_by_hand() -> None:
     sizes = storage(workload(payload_versions=3, checkpoint_versions=5))
-    assert (sizes.daemon, sizes.base, sizes.checkpoints) == (12_000, 12_000, 96_000)
+    assert (sizes.daemon, sizes.restart, sizes.base, sizes.checkpoints) == (12_000, 12_000, 12_000, 96_000)
     assert (sizes.copies, sizes.rooms) == (24_000, 6 * 8_000)
     assert sizes.shared == 4 * 8_000 + 1_200
     assert sizes.payloads == (5 + 5) * 2_400

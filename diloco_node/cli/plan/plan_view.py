@@ -205,6 +205,7 @@ def _storage_table(plan: Plan, width: int | None) -> list[str]:
     columns = (("memory and disk of a region", "left"), ("bytes", "right"), ("per parameter", "right"), ("", "left"))
     words = {
         "daemon": "momentum",
+        "restart": "more after a start of the daemon, until each fragment's next round: parameters",
         "base": "more in a learner of several types or ranks, or that encodes on a GPU",
         "copies": "in the learner, beside its own model and optimizer: AdamW's moments, for checkpoints",
         "rooms": "more in a learner on a GPU: page-locked, and as much on the GPU",
@@ -224,7 +225,7 @@ def _storage_table(plan: Plan, width: int | None) -> list[str]:
 
 def _storage_parts(plan: Plan) -> Sequence[tuple[str, int]]:
     sizes = plan.storage
-    names = ("daemon", "shared", "freed", "rounds", "copies", "base", "rooms", "checkpoints", "payloads")
+    names = ("daemon", "shared", "freed", "rounds", "copies", "restart", "base", "rooms", "checkpoints", "payloads")
     return [(name, getattr(sizes, name)) for name in names]
 
 

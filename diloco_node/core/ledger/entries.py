@@ -67,8 +67,16 @@ def seal(index: int, term: int, previous: bytes, body: EntryBody) -> Entry:
     return Entry(index=index, term=term, previous=previous, body=body, hash=_hash_of(index, term, previous, body))
 
 
-def verify_chain(entries: Sequence[Entry], *, previous_index: int = 0, previous_hash: bytes = ZERO_HASH) -> None:
+def verify_chain(
+    entries: Sequence[Entry],
+    *,
+    previous_index: int = 0,
+    previous_hash: bytes = ZERO_HASH,
+    digests: Sequence[bytes] | None = None,
+) -> None:
     """Check that the entries follow each other and the one before, by default none, and that every hash is right.
+
+    digests: the hashes that are right; None: they are worked out here.
 
     Raises ProtocolViolation: names the first index that is wrong and what is wrong with it.
     """
@@ -82,7 +90,7 @@ def verify_chain(entries: Sequence[Entry], *, previous_index: int = 0, previous_
         if entry.previous != previous_hash:
             raise ProtocolViolation(f"entry {index} of the ledger does not follow entry {index - 1}: other hash")
         try:
-            digest = _hash_of(entry.index, entry.term, entry.previous, entry.body)
+            digest = digests[offset] if digests else _hash_of(entry.index, entry.term, entry.previous, entry.body)
         except ValueError as error:
             raise ProtocolViolation(f"entry {index} of the ledger: {error}") from error
         if entry.hash != digest:
@@ -101,6 +109,19 @@ def decode_entry(data: bytes | memoryview) -> Entry:
 
     Raises ProtocolViolation: not the canonical encoding of an entry.
     """
+    return _decode(data)[0]
+
+
+def decode_chain(texts: Sequence[bytes], *, previous_index: int, previous_hash: bytes) -> tuple[Entry, ...]:
+    """The entries that follow that one. Raises ProtocolViolation: as `decode_entry` and `verify_chain`."""
+    pairs = [_decode(data) for data in texts]
+    entries, digests = tuple(entry for entry, _ in pairs), [digest for _, digest in pairs]
+    verify_chain(entries, previous_index=previous_index, previous_hash=previous_hash, digests=digests)
+    return entries
+
+
+def _decode(data: bytes | memoryview) -> tuple[Entry, bytes]:
+    """The entry, and the hash that is right for it: of the same plain values, which are not made a second time."""
     if len(data) > ENTRY_BYTES_MAX:
         raise ProtocolViolation(f"an entry of {len(data)} bytes: at most {ENTRY_BYTES_MAX} are allowed")
     try:
@@ -114,18 +135,23 @@ def decode_entry(data: bytes | memoryview) -> Entry:
             body=canonical_codec(body_type)[1](body),
             hash=_HASH(own_hash),
         )
-        is_canonical = encode_entry(entry) == data
+        is_canonical = _pack(plain) == data
+        digest = _hash(previous, [index, term, kind, body])
     except OutOfBounds as error:
         raise ProtocolViolation(f"not an entry of the ledger: {kind}{error.path}: {error.found}") from None
     except (ValueError, TypeError, KeyError) as error:
         raise ProtocolViolation(f"not an entry of the ledger: {type(error).__name__}: {error}") from error
     if not is_canonical:
         raise ProtocolViolation(f"entry {entry.index} of the ledger is not in its canonical encoding")
-    return entry
+    return entry, digest
 
 
 def _hash_of(index: int, term: int, previous: bytes, body: EntryBody) -> bytes:
-    return hashlib.sha256(previous + _pack([index, term, *_plain_body(body)])).digest()
+    return _hash(previous, [index, term, *_plain_body(body)])
+
+
+def _hash(previous: bytes, plain: list[_Plain]) -> bytes:
+    return hashlib.sha256(previous + _pack(plain)).digest()
 
 
 def body_kind(body: EntryBody) -> str:

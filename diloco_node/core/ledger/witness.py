@@ -27,7 +27,7 @@ import msgpack
 
 from diloco_node.core.bounds import DISK_BYTES, RUN_ID_BYTES
 from diloco_node.core.ledger.election import TERM_STEP_MAX, ballot_paper
-from diloco_node.core.ledger.entries import ZERO_HASH, decode_entry, encode_entry, verify_chain
+from diloco_node.core.ledger.entries import ZERO_HASH, decode_chain, encode_entry
 from diloco_node.core.ledger.replication import BATCH_ENTRIES_MAX, fault_in
 from diloco_node.core.messages import (
     AppendEntries,
@@ -312,8 +312,7 @@ def decode_record(data: bytes | memoryview) -> WitnessRecord:
     )
     if not is_sound:
         raise ProtocolViolation("a record of a witness with a field that can't be")
-    tail = tuple(map(decode_entry, entries))
-    verify_chain(tail, previous_index=base[0], previous_hash=base[2])
+    tail = decode_chain(entries, previous_index=base[0], previous_hash=base[2])
     log_base = LedgerBase(base[0], base[1], base[2], b"")
     entry_bytes = {entry.hash: data for entry, data in zip(tail, entries, strict=True)}
     return WitnessRecord(run_id, disk, writes, term, voted_for, leader, log_base, tail, commit_index, entry_bytes)

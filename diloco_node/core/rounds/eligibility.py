@@ -100,10 +100,9 @@ class Eligibility:
 
     def observe_incarnation(self, learner: str, incarnation: int) -> None:
         """Learn that this incarnation is there, or will be the next: older ones are over."""
-        if not is_plausible_incarnation(incarnation, self._history.account.newest_incarnation(learner)):
-            return
-        newest = max(incarnation, self._history.account.newest_incarnation(learner), self._incarnations.get(learner, 0))
-        self._incarnations[learner] = newest
+        newest = self._history.account.newest_incarnation(learner)
+        if is_plausible_incarnation(incarnation, newest):
+            self._incarnations[learner] = max(incarnation, newest, self._incarnations.get(learner, 0))
 
     def incarnation_min(self, learner: str) -> int:
         """The oldest incarnation of the learner that may not be over."""

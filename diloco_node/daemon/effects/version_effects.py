@@ -28,7 +28,7 @@ class VersionEffects(EffectContext):
         """The outer step of a committed round. Raises DilocoError: its payload was on disk and is not any more."""
         fragment, version = order.body.fragment, order.body.version
         bodies, is_checked = await self._payload_parts(order.body)
-        place = self.version_area.free_place(fragment)
+        place = self.version_area.free_place(fragment, version)
         await self.parameters.apply(order.body, bodies, place, is_checked=is_checked)
         self.version_area.place_written(fragment)
         self.post(ev.VersionApplied(fragment, version))

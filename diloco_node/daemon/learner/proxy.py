@@ -173,7 +173,8 @@ class LearnerProxy:
         trained_before: (incarnation, steps, tokens) of those before. writes_initial: Theta_0, into the version area.
         """
         self._refuse_requested("the learner restarted")
-        self.version_area.begin_learner(writes_initial=writes_initial, base_slots=attach.slots)
+        bases = tuple(position.base_version for position in attach.positions)
+        self.version_area.begin_learner(writes_initial=writes_initial, base_slots=attach.slots, base_versions=bases)
         self.done = None
         if (attach.pid, incarnation) != (self.pid, self.incarnation):
             # Another process: it has blocked for no time yet.

@@ -61,6 +61,7 @@ class VersionArea:
     # all by fragment; and being written by a copy.
     _own: dict[int, int] = field(default_factory=dict, init=False)
     _base: dict[int, int] = field(default_factory=dict, init=False)
+    _base_versions: tuple[int, ...] = field(default=(), init=False)
     _lent_slots: dict[int, int] = field(default_factory=dict, init=False)
     _stepping: dict[int, int] = field(default_factory=dict, init=False)
     _copying: set[int] = field(default_factory=set, init=False)
@@ -73,15 +74,18 @@ class VersionArea:
         """Where the learner writes Theta_0: per fragment its place, shape (n,), float32, not copies."""
         return [self.place(fragment, fragment) for fragment in range(len(self.sizes))]
 
-    def begin_learner(self, *, writes_initial: bool, base_slots: Sequence[int] = ()) -> None:
+    def begin_learner(
+        self, *, writes_initial: bool, base_slots: Sequence[int] = (), base_versions: Sequence[int] = ()
+    ) -> None:
         """A learner is attached: earlier offers are void. writes_initial: every slot is its own until
-        `release_initial`. base_slots: per fragment where its base is, or NO_SLOT."""
+        `release_initial`. Per fragment, base_slots: where its base is, or NO_SLOT; base_versions: the base."""
         # The parameters begin with Theta_0: no version of theirs can be here.
         assert not (writes_initial and self._own), self._own
         self._begin_generation()
         self._has_learner = True
         self.is_lent = writes_initial
         self._base = {fragment: slot for fragment, slot in enumerate(base_slots) if slot != NO_SLOT}
+        self._base_versions = tuple(base_versions)
 
     def end_learner(self) -> None:
         """Its connection is gone. It may live and read on, until it attaches again or another one does."""
@@ -113,9 +117,11 @@ class VersionArea:
         self.is_lent = False
         self._offer_waiting()
 
-    def free_place(self, fragment: int) -> F32 | None:
-        """A free slot as the fragment's; the caller writes the next version there. None: there is none."""
-        slot = self._free_slot()
+    def free_place(self, fragment: int, version: int) -> F32 | None:
+        """A free slot as the fragment's; the caller writes this version there. None: there is none, or the learner had
+        the version when it came: nobody offers it, and its slot would be lacking until the fragment's next round."""
+        is_news = all(version > base for base in self._base_versions[fragment : fragment + 1])
+        slot = self._free_slot() if is_news else None
         if slot is None:
             return None
         self._stepping[fragment] = slot

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any
 
 from diloco_node.core import events as ev
@@ -480,20 +481,17 @@ class Checkers:
     def _unproducible(self, disk: Disk, index: int) -> str:
         """Say what this disk lacks to produce parameters and momentum at entry `index` (or later ones) from it
         alone; empty if nothing is."""
-        digests: dict[int, dict[int, bytes]] = {}
-        summed_up = self.history[: disk.base.index]
-        for entry in [*summed_up, *(entry for entry in disk.entries if entry.index <= index)]:
-            if isinstance(entry.body, RoundBody):
-                digests.setdefault(entry.body.fragment, {})[entry.body.version] = entry.body.payload_digest
-            elif isinstance(entry.body, GenesisBody):
-                missing = disk.missing_theta_0(entry.body)
-                if missing:
-                    return f"has no Theta_0 of fragments {missing} on its disk"
-        for fragment in sorted(digests):
-            rotten = [key[1] for key in disk.rotten if len(key) == 2 and key[0] == fragment]
-            newest = max([disk.states[fragment].version if fragment in disk.states else 0, *rotten])
-            for version, digest in sorted(digests[fragment].items()):
-                key = (fragment, version, digest)
-                if version > newest and key not in disk.payloads and key not in disk.rotten:
-                    return f"can't produce {fragment}/{version} of entry {index} from its disk"
+        newest = {fragment: state.version for fragment, state in disk.states.items()}
+        for fragment, version, *digest in disk.rotten:
+            if not digest:
+                newest[fragment] = max(version, newest.get(fragment, 0))
+        own = (entry for entry in disk.entries if entry.index <= index)
+        for entry in chain(islice(self.history, disk.base.index), own):
+            body = entry.body
+            if isinstance(body, RoundBody) and body.version > newest.get(body.fragment, 0):
+                key = (body.fragment, body.version, body.payload_digest)
+                if key not in disk.payloads and key not in disk.rotten:
+                    return f"can't produce {body.fragment}/{body.version} of entry {index} from its disk"
+            elif isinstance(body, GenesisBody) and (missing := disk.missing_theta_0(body)):
+                return f"has no Theta_0 of fragments {missing} on its disk"
         return ""

@@ -52,23 +52,24 @@ class FakeBucket:
         self.slower = 1
         self.stale_chance = self.lost_chance = 0.0
         self._world, self._violate = world, violate
-        self._versions: deque[tuple[bytes, int]] = deque(maxlen=STALE_VERSIONS)
+        # As they were written, by their tags; each was read from its bytes once.
+        self._versions: deque[tuple[WitnessRecord, int]] = deque(maxlen=STALE_VERSIONS)
         self.tag = 0
 
     @property
     def record(self) -> WitnessRecord | None:
         """The record as it is now."""
-        return decode_record(self._versions[-1][0]) if self._versions else None
+        return self._versions[-1][0] if self._versions else None
 
     @property
     def latency_ns(self) -> int:
         """Draw the time of a request."""
         return self.slower * self._world.draw_ns(10 * MS, 80 * MS)
 
-    def read(self) -> tuple[bytes, int]:
-        """Bytes and tag of the record; no bytes: there is none."""
+    def read(self) -> tuple[WitnessRecord | None, int]:
+        """The record and its tag; None: there is none."""
         if not self._versions:
-            return b"", 0
+            return None, 0
         is_stale = self._world.rng.random() < self.stale_chance
         return self._world.rng.choice(self._versions) if is_stale else self._versions[-1]
 
@@ -80,7 +81,7 @@ class FakeBucket:
         if before is not None:
             self._check(before, after)
         self.tag += 1
-        self._versions.append((data, self.tag))
+        self._versions.append((after, self.tag))
         return True
 
     def _check(self, before: WitnessRecord, after: WitnessRecord) -> None:
@@ -156,8 +157,7 @@ class FakeWitness:
         if bucket.is_away:
             self._host.after(GIVE_UP_NS, self._end)
             return
-        data, tag = bucket.read()
-        record = decode_record(data) if data else None
+        record, tag = bucket.read()
         turn = take_turn(
             record,
             message,

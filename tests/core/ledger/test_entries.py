@@ -15,6 +15,7 @@ from diloco_node.core.bounds import FLOAT32_MAX, FRAGMENTS, INCARNATION_MAX, STE
 from diloco_node.core.ledger.entries import (
     ENTRY_BYTES_MAX,
     ZERO_HASH,
+    decode_chain,
     decode_entry,
     encode_entry,
     seal,
@@ -302,6 +303,17 @@ def test_every_bit_flip_is_refused_or_breaks_the_hash() -> None:
                 verify_chain(
                     [decode_entry(bytes(flipped))], previous_index=entry.index - 1, previous_hash=entry.previous
                 )
+
+
+def test_entries_that_are_read_are_a_chain_with_the_hashes_that_are_right() -> None:
+    entries = chain(*BODIES)
+    texts = [encode_entry(entry) for entry in entries]
+    assert decode_chain(texts[2:], previous_index=2, previous_hash=entries[1].hash) == tuple(entries[2:])
+    assert decode_chain([], previous_index=2, previous_hash=entries[1].hash) == ()
+    other_hash = [*texts[:3], encode_entry(replace(entries[3], hash=bytes(32)))]
+    for wrong, fault in ((other_hash, "entry 4 .* its hash"), (texts[:2] + texts[3:], "entry 3 .* is missing")):
+        with pytest.raises(ProtocolViolation, match=fault):
+            decode_chain(wrong, previous_index=0, previous_hash=ZERO_HASH)
 
 
 def test_every_prefix_and_every_longer_text_is_refused() -> None:

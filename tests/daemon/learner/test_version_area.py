@@ -61,15 +61,20 @@ class Bench:
         self.version_area.offer(OfferVersion(fragment, version, snapshot))
         await settle()
 
-    async def commit(self, fragment: int, version: int) -> bool:
-        """An outer step, and the offer of what it made. Whether it found a slot."""
-        place = self.version_area.free_place(fragment)
+    def step(self, fragment: int, version: int) -> bool:
+        """An outer step. Whether it found a slot."""
+        place = self.version_area.free_place(fragment, version)
         if place is not None:
             place[:] = version
         self.parameters.versions[fragment] = version
         self.version_area.place_written(fragment)
-        await self.offer(fragment, version)
         return place is not None
+
+    async def commit(self, fragment: int, version: int) -> bool:
+        """An outer step, and the offer of what it made. Whether it found a slot."""
+        has_slot = self.step(fragment, version)
+        await self.offer(fragment, version)
+        return has_slot
 
     async def apply(self, number: int = -1, *, is_shared: bool = True) -> int:
         """The learner takes what it was offered there; the slot of its base."""
@@ -136,6 +141,15 @@ async def test_without_a_free_slot_parameters_stay_where_they_are_until_one_is_f
     assert bench.versions()[4:] == [(0, 2, -1)]
 
 
+async def test_a_new_daemon_keeps_no_slot_for_what_its_learner_has_already(bench: Bench) -> None:
+    """Nobody offers it: until the next rounds of those fragments no other version would have reached the learner."""
+    bench.version_area.begin_learner(writes_initial=False, base_slots=(0, 1), base_versions=(3, 2))
+    assert not any(bench.step(fragment, version) for fragment, version in ((0, 2), (0, 3), (1, 1), (1, 2)))
+    assert await bench.commit(0, 4)
+    assert await bench.commit(1, 3)
+    assert bench.versions() == [(0, 4, -1), (1, 3, -1)]
+
+
 async def test_a_learner_with_a_base_of_its_own_holds_no_slot(bench: Bench) -> None:
     for version in range(1, 5):
         assert await bench.commit(0, version)
@@ -172,7 +186,7 @@ async def test_a_snapshot_that_the_version_before_has_resolved_is_not_named_agai
     """The learner was busy through two commits: both offers were decided against the base that it had then."""
     bench.parameters.versions[0] = 5
     await bench.offer(0, 5, snapshot=3)
-    bench.version_area.free_place(0)[:] = 6  # type: ignore[index]
+    bench.version_area.free_place(0, 6)[:] = 6  # type: ignore[index]
     bench.parameters.versions[0] = 6
     bench.version_area.place_written(0)
     await bench.offer(0, 6, snapshot=3)
@@ -194,7 +208,7 @@ async def test_an_offer_that_never_reached_the_learner_resolves_nothing(bench: B
 async def test_a_version_that_the_parameters_have_left_is_not_offered(bench: Bench) -> None:
     await bench.commit(0, 1)
     await bench.apply()
-    bench.version_area.free_place(0)[:] = 2  # type: ignore[index]
+    bench.version_area.free_place(0, 2)[:] = 2  # type: ignore[index]
     bench.parameters.versions[0] = 2
     bench.version_area.place_written(0)
     await bench.offer(0, 1)
@@ -211,7 +225,7 @@ async def test_an_offer_for_a_learner_that_is_gone_is_not_told_to_the_next_one(b
     bench.parameters.gates.pop().set()
     await settle()
     assert bench.said == []
-    assert (bench.version_area.free_place(0) is not None) is is_back
+    assert (bench.version_area.free_place(0, 2) is not None) is is_back
 
 
 async def test_the_next_learner_gets_its_own_offer_after_a_void_copy(bench: Bench) -> None:
@@ -261,7 +275,7 @@ async def test_nothing_is_written_while_no_learner_is_attached(bench: Bench) -> 
     await bench.commit(0, 1)
     base = await bench.apply()
     bench.version_area.end_learner()
-    assert bench.version_area.free_place(0) is None
+    assert bench.version_area.free_place(0, 2) is None
     assert not await bench.commit(0, 2)
     bench.version_area.begin_learner(writes_initial=False, base_slots=(base, NO_SLOT))
     for version in range(2, 12):
@@ -275,7 +289,7 @@ async def test_nothing_is_written_while_no_learner_is_attached(bench: Bench) -> 
 async def test_all_slots_are_the_learners_while_it_writes_theta_0(bench: Bench) -> None:
     bench.version_area.begin_learner(writes_initial=True)
     assert bench.version_area.is_lent
-    assert bench.version_area.free_place(0) is None
+    assert bench.version_area.free_place(0, 2) is None
     await bench.offer(0, 0)
     await bench.offer(1, 0, 2)
     assert bench.said == []

@@ -19,9 +19,9 @@ class _Lavish:
     def __init__(self, area: VersionArea) -> None:
         self._area = area
 
-    def free_place(self, fragment: int) -> F32 | None:
+    def free_place(self, fragment: int, version: int) -> F32 | None:
         if fragment not in self._area._base:
-            return self._area.free_place(fragment)
+            return self._area.free_place(fragment, version)
         self._area._stepping[fragment] = self._area._base[fragment]
         return self._area.place(fragment, self._area._base[fragment])
 
