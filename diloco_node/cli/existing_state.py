@@ -40,7 +40,8 @@ def check_begun(config: NodeConfig, region: str) -> tuple[str, list[str]]:
     record.check(folder, run_id=config.run.id, founders=record.genesis.regions if has_joined else founders)
     lines = _changes(config, folder / NODE_NAME)
     if record.settings is not None:
-        lines += difference_lines(config.shared_settings(), record.settings)
+        unset = [key for key, _, origin in config.rows() if origin == "default"]
+        lines += difference_lines(config.shared_settings(), record.settings, unset=unset)
     if extension(record.end, config.run_settings()) is not None:
         words = "was finished and goes on once a majority starts with these limits; the model until now is kept"
         return "", [*lines, f"run {config.run.id} {words}"]

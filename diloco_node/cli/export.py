@@ -30,6 +30,11 @@ BEGUN_NAME: Final = "export-begun.json"
 LISTING_BYTES_MAX: Final = 64 << 20
 CONFIG_NAME: Final = "config.json"
 NAMES_SHOWN: Final = 3
+PLAIN: Final = "plain tensors and config.json: transformers is not installed, or does not know the model"
+UNKNOWN: Final = (
+    "model.safetensors alone: the config.json of a training script's own model is not known here. For from_pretrained "
+    "add --config FILE, or --base FOLDER; else model.load_state_dict(..., strict=False) takes the tensors"
+)
 
 
 class ExportType(StrEnum):
@@ -98,7 +103,7 @@ def export(
         (fresh / REPORT_NAME).write_text(json.dumps(report, indent=2) + "\n")
     typer.echo(report_line(report, out))
     if result.is_plain:
-        typer.echo("plain tensors and config.json: transformers is not installed, or does not know the model")
+        typer.echo(PLAIN if document else UNKNOWN)
     if result.random:
         names = ", ".join(result.random[:NAMES_SHOWN]) + (", ..." if len(result.random) > NAMES_SHOWN else "")
         typer.echo(f"{names}: not in the run, so they are random. Give --base, what save_pretrained wrote", err=True)
@@ -182,7 +187,8 @@ def _file_digests(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _model_source(model: MergedModel, config: Path | None, base: Path | None) -> tuple[dict[str, Any], str | None]:
-    """The model's config, and the folder or name of the model that it began with, if there is one."""
+    """The model's config, and the folder or name of the model that it began with, if there is one; empty: a script's
+    own model."""
     from diloco_node.learner.builtin.shape import ModelSettings, hf_config, parameter_shapes
 
     trainer = model.trainer
@@ -198,10 +204,7 @@ def _model_source(model: MergedModel, config: Path | None, base: Path | None) ->
     shape = ModelSettings(**{field: value for field, value in trainer.items() if field != "hf"})
     if trainer and {spec.name: spec.shape for spec in model.manifest.tensors} == parameter_shapes(shape):
         return hf_config(shape), None
-    raise ConfigError(
-        "a training script of your own trains this model, so its config.json is not known here: add --config FILE, or "
-        "--base FOLDER with what model.save_pretrained wrote. Where none is, load final.safetensors: docs/export.md"
-    )
+    return {}, None
 
 
 def _hub_config(name: str) -> dict[str, Any]:

@@ -231,7 +231,8 @@ def next_commands(folder: Path, new: NewRun) -> list[str]:
         away = f"ssh {shlex.quote(host)} '{unpack}'" if host != LOOPBACK else f"({unpack})"
         lines.append(f"  tar c {files} {CERTS_NAME}/{name} | {away}")
     for name, host in hosts.items():
-        place = folder / places[name] if host == LOOPBACK else places[name]
+        # In full: who has followed the commands above is in another folder by now.
+        place = (folder / places[name]).resolve() if host == LOOPBACK else places[name]
         lines += ["", f"In {name}:", f"  cd {shlex.quote(str(place))}"]
         lines += [f"  diloco-node {verb} --region {name}{command}" for verb in ("doctor", "start")]
     return [*lines, "", LATER]

@@ -218,6 +218,10 @@ def check_init(config: NodeConfig) -> None:
 def check_command(command: Sequence[str]) -> None:
     """Refuse a training command whose program, or script for Python or torchrun, is not there. Raises ConfigError."""
     if command and shutil.which(command[0]) is None:
+        if Path(command[0]).is_file():
+            raise ConfigError(
+                f"command {command[0]!r} is no program; write its interpreter before it, as python or bash"
+            )
         raise ConfigError(f"command {command[0]!r} is not found; name a program on PATH, or its full path, after --")
     scripts = (word for word in command[1:] if word.endswith(".py"))
     script = next(scripts, None) if re.match("python|torchrun", Path(command[0] if command else "").name) else None

@@ -163,5 +163,7 @@ def detail_lines(document: dict[str, Any], width: int | None) -> list[str]:
             )
     alarms = [note for note in rows(document, "notes") if note.get("is_alarm")]
     if alarms:
-        lines.append(f"{region}: {document.get('alarms', len(alarms))} alarms, the last: {alarms[-1].get('text', '')}")
+        count = document.get("alarms", len(alarms))
+        words = "1 alarm" if count == 1 else f"{count} alarms, the last"
+        lines.append(f"{region}: {words}: {alarms[-1].get('text', '')}")
     return [row for line in lines for row in wrap_text(line, width)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -43,11 +43,14 @@ def change_lines(before: SettingsBody, after: SettingsBody) -> list[str]:
     return [f"{key} {texts[key]} -> {text}" for key, text in setting_texts(after).items() if text != texts[key]]
 
 
-def difference_lines(file: Mapping[str, str], body: SettingsBody) -> list[str]:
-    """Each setting that run.toml (by key the text there) has otherwise than the run, and what makes them agree."""
+def difference_lines(file: Mapping[str, str], body: SettingsBody, *, unset: Collection[str]) -> list[str]:
+    """Each setting that run.toml (by key the text there) has otherwise than the run, and what makes them agree.
+
+    unset: keys that nobody has set here. Some of their defaults are by the run's length, which may have changed.
+    """
     return [
-        f"{key} is {file[key]} in run.toml here, {text} in the run, which counts: write {key.partition('.')[2]} = "
-        f"{text} under [rounds]"
+        f"{key} is {file[key]} {'by default' if key in unset else 'in run.toml'} here, {text} in the run, which "
+        f"counts: write {key.partition('.')[2]} = {text} under [rounds]"
         for key, text in setting_texts(body).items()
         if file.get(key, text) != text
     ]

@@ -54,7 +54,8 @@ class SettingsWatch:
         before, self._settings = SettingsBody.of(self._settings), settings
         if (body := SettingsBody.of(settings)) == before:
             return False
-        changes, differences = change_lines(before, body), difference_lines(self._file, body)
+        unset = [key for key, _, origin in self.shown if origin == "default"]
+        changes, differences = change_lines(before, body), difference_lines(self._file, body, unset=unset)
         text = f"settings of the run by its ledger: {', '.join(changes)}"
         console_line(self._region, text)
         self._note(Note("settings", "; ".join((text, *differences))))

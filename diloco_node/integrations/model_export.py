@@ -47,9 +47,9 @@ def save_model(
 ) -> SavedModel:
     """Write weights, `config.json` and the tokenizer: by `save_pretrained`, or plain where transformers is no help.
 
-    tensors: merged ones, by `model.named_parameters()`. config: what config.json says. base: folder or name of a saved
-    model, for frozen parameters and buffers; None: as the config makes them. tokenizer: folder or name of a model that
-    may have one. dtype: such as "bfloat16".
+    tensors: merged ones, by `model.named_parameters()`. config: what config.json says; empty: not known. base: folder
+    or name of a saved model, for frozen parameters and buffers; None: as the config makes them. tokenizer: folder or
+    name of a model that may have one. dtype: such as "bfloat16".
 
     Raises ConfigError: the tensors do not fit the config, or the base can't be loaded.
     """
@@ -57,8 +57,9 @@ def save_model(
     kind: torch.dtype = getattr(torch, dtype)
     # With another type, to which `from_pretrained` would else round.
     document = {key: value for key, value in config.items() if key not in ("torch_dtype", "dtype")} | {"dtype": dtype}
-    (folder / CONFIG_NAME).write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-    if not is_known(config):
+    if config:
+        (folder / CONFIG_NAME).write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    if not config or not is_known(config):
         if base is not None:
             raise ConfigError(f"--base wants a model that transformers knows, not {config['model_type']}: leave it out")
         contiguous = {name: value.to(kind).contiguous() for name, value in plain.items()}

@@ -34,9 +34,15 @@ TAIL_BYTES: Final = 16_384
 LAST_LINE_CHARS_MAX: Final = 300
 
 _ERROR_LINE: Final = re.compile(
-    r"(?:\[rank\d+\]: ?)?(?!\S*ChildFailedError)[\w.]*(?:Error|Exception|Exit|Interrupt)\b.*"
+    r"(?:\[rank\d+\]: ?| +\| +)?(?!\S*ChildFailedError)[\w.]*(?:Error|Exception|Exit|Interrupt)(?::.*)?"
 )
-"""Python's last line of a traceback, also of a rank; not the launcher's own, which names no cause."""
+"""Python's last line of a traceback, also of a rank or within a group of exceptions; not the launcher's own, which
+names no cause."""
+
+_CLEARING: Final = re.compile(
+    r"^(?:Exception ignored |Error in atexit).*\n(?:Traceback .*\n(?:[ \t].*\n)*\S.*\n?)?", re.MULTILINE
+)
+"""An error of what Python clears away at its end: it often follows the cause, and never is that."""
 
 _ECHO: Final = re.compile(
     r"another rank of this region has ended|Connection (closed|reset) by peer|remote process exited"
@@ -116,10 +122,14 @@ class ChildLog:
         text = self.tail.decode("utf-8", "replace")
         if crash := _CRASH.search(text):
             return ", at ".join(part.strip() for part in crash.groups() if part)[:LAST_LINE_CHARS_MAX]
-        lines = [line for line in text.splitlines() if line.strip()]
-        errors = [line for line in lines if _ERROR_LINE.fullmatch(line)]
-        causes = [line for line in errors if not _ECHO.search(line)]
-        return (causes or errors or lines or [""])[-1].strip()[:LAST_LINE_CHARS_MAX]
+        lines = [line for line in _CLEARING.sub("", text).splitlines() if line.strip()] or [""]
+        errors = [at for at, line in enumerate(lines) if _ERROR_LINE.fullmatch(line)]
+        causes = [at for at in errors if not _ECHO.search(lines[at])]
+        at = (causes or errors or [len(lines) - 1])[-1]
+        line = lines[at].lstrip(" |").rstrip()
+        if line.endswith(":") and at in errors:  # what is wrong stands below
+            line = " ".join([line, *(below.strip() for below in lines[at + 1 : at + 2])])
+        return line[:LAST_LINE_CHARS_MAX]
 
     def _rotate(self) -> None:
         with contextlib.suppress(FileNotFoundError):  # renamed already, by a try that went no further

@@ -78,9 +78,11 @@ def test_a_start_names_what_run_toml_has_otherwise_than_the_run_and_goes_on(
     assert start() == 0
     assert len(specs) == 1
     told = capsys.readouterr().err
-    words = "is 24 in run.toml here, 32 in the run, which counts: write sync_every = 32 under [rounds]"
+    words = "is 24 by default here, 32 in the run, which counts: write sync_every = 32 under [rounds]"
     assert f"diloco-node: rounds.sync_every {words}\n" in told
-    assert "rounds.outer_lr is 0.5 in run.toml here, 0.25 in the run" in told
+    assert "rounds.outer_lr is 0.5 by default here, 0.25 in the run" in told
+    assert start("--set", "rounds.sync_every=16") == 0
+    assert "rounds.sync_every is 16 in run.toml here" in capsys.readouterr().err
     assert start("--set", "rounds.sync_every=32", "--set", "rounds.outer_lr=0.25") == 0
     assert "in the run, which counts" not in capsys.readouterr().err
 

@@ -247,6 +247,22 @@ def test_a_model_that_transformers_does_not_know_is_plain_tensors_and_its_config
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "export.json", "model.safetensors"]
 
 
+def test_a_script_s_own_model_without_a_config_is_its_tensors_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The only way to an earlier version of it, too: `final.safetensors` is of the end."""
+    folder, out = a_region(tmp_path / "a", OWN), tmp_path / "out"
+    for form in ([], ["--dtype", "bfloat16"]):
+        code, message = exported(capsys, folder, out, "--force", *form)
+        assert code == 0, message
+        assert "model.safetensors alone" in message
+        assert "add --config FILE, or --base FOLDER" in message
+        assert sorted(path.name for path in out.iterdir()) == ["export.json", "model.safetensors"]
+        if not form:
+            assert is_equal(held(out), tensors_of(OWN, 4, 6))
+    assert {value.dtype for value in held(out).values()} == {torch.bfloat16}
+
+
 def test_without_transformers_the_built_in_model_is_plain_tensors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +288,6 @@ def test_what_does_not_fit_is_named_with_what_to_do(tmp_path: Path, capsys: pyte
     (tmp_path / "unsaved").mkdir()
     (tmp_path / "unsaved" / "config.json").write_text(json.dumps(hf_config(TINY)))
     for place, words, phrase in (
-        (folder, [], "add --config FILE, or --base FOLDER"),
         (folder, ["--base", tmp_path / "nothing"], "config.json can't be read"),
         (folder, ["--config", tmp_path / "list.json"], "is no JSON object"),
         (folder, ["--config", tmp_path / "empty.json"], "has no model_type"),

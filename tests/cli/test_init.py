@@ -62,11 +62,12 @@ def test_regions_of_one_machine_get_folders_of_their_own_and_no_ssh(capsys: pyte
         "  tar c run.toml certs/b | ssh 2001:db8::1 'mkdir -p my-run && tar x -C my-run'",
         "  tar c run.toml certs/c | (mkdir -p machines/c && tar x -C machines/c)",
     ]
+    machines = Path("lab/machines").resolve()
     assert [line for line in out if " cd " in line] == [
         "  cd lab",
-        "  cd lab/machines/a",
+        f"  cd {machines}/a",
         "  cd my-run",
-        "  cd lab/machines/c",
+        f"  cd {machines}/c",
     ]
     subprocess.run(["sh", "-ec", "\n".join(["cd lab", copies[0]])], check=True)
     assert Path("lab/machines/a/certs/a").is_dir()

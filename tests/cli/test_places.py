@@ -38,6 +38,15 @@ def test_without_a_place_the_only_region_here_is_meant(run: Path) -> None:
     assert region_folder("state", None, file=FILE) == run / "state/eu"
 
 
+def test_the_folder_of_all_regions_that_init_has_made_on_one_machine_is_a_place(run: Path) -> None:
+    for name in ("eu", "us"):
+        (run / "machines" / name).mkdir(parents=True)
+        (run / "state").rename(run / "machines" / name / "state")
+        (run / "state" / "us").mkdir(parents=True)
+        (run / "state" / "us" / "admin.port").write_text("8\n")
+    assert {target.port for target in find_targets(["machines"], None)} == {7, 8}
+
+
 def test_a_folder_that_is_called_as_a_region_is_no_state_folder(run: Path) -> None:
     (run / "eu").mkdir()
     assert region_folder("eu", None, file=FILE) == run / "state/eu"

@@ -362,6 +362,10 @@ def test_a_missing_data_path(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_missing_command_or_first_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     code, message = refused(capsys, "--region", "eu", "--", "no-such-torchrun")
     assert (code, "'no-such-torchrun' is not found" in message) == (2, True)
+    Path("train.py").write_text("")
+    for command in ("train.py", "./train.py"):
+        code, message = refused(capsys, "--region", "eu", "--", command)
+        assert (code, f"{command!r} is no program; write its interpreter" in message) == (2, True)
     code, message = refused(capsys, "--region", "eu", "--init", "no.safetensors")
     assert (code, "run.init: no.safetensors (--init) does not exist" in message) == (2, True)
 

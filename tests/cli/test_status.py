@@ -258,6 +258,9 @@ def test_details_name_open_rounds_and_the_last_alarm() -> None:
         "eu: the learner's last end lost 12 steps that no merge includes, and moments of 99 steps",
         "eu: 7 alarms, the last: digest differs",
     ]
+    assert detail_lines({"region": "eu", "alarms": 1, "notes": [{"text": "first", "is_alarm": True}]}, None) == [
+        "eu: 1 alarm: first"
+    ]
     assert detail_lines({"region": "eu", "peers": None}, None) == []
     none = {"unsaved_steps": 0, "unmerged_steps": 0}
     assert detail_lines({"region": "eu", "learner": {"at_stake": none}}, None) == [], "nothing is at stake"

@@ -84,10 +84,11 @@ def test_a_setting_is_named_once() -> None:
 
 def test_a_file_that_differs_is_told_both_values_and_what_to_write() -> None:
     file = setting_texts(BODY) | {"run.steps": "100"}
-    assert difference_lines(file, BODY) == []
-    assert difference_lines(file, replace(BODY, sync_every=32)) == [
-        "rounds.sync_every is 24 in run.toml here, 32 in the run, which counts: write sync_every = 32 under [rounds]"
-    ]
+    assert difference_lines(file, BODY, unset=()) == []
+    for unset, place in (((), "in run.toml"), (("rounds.sync_every",), "by default")):
+        assert difference_lines(file, replace(BODY, sync_every=32), unset=unset) == [
+            f"rounds.sync_every is 24 {place} here, 32 in the run, which counts: write sync_every = 32 under [rounds]"
+        ]
 
 
 def test_the_two_digests_have_each_shared_setting_once(tmp_path: Path) -> None:

@@ -338,6 +338,17 @@ async def test_a_report_opens_from_the_disk_and_loads_nothing(tab: Tab, tmp_path
     assert tab.loaded == [page.as_uri()]
 
 
+async def test_the_merged_loss_is_that_of_the_last_evaluation_of_any_region(tab: Tab, tmp_path: Path) -> None:
+    documents = [status(1_300, name) for name in NAMES]
+    for document, loss, step in zip(documents, (1.5, 4.5, None), (1_250, 50, None), strict=True):
+        document["learner"] |= {"val_loss_global": loss, "val_loss_global_step": step}
+    page = tmp_path / "report.html"
+    page.write_text(page_with({"regions": [{"status": document} for document in documents]}))
+    await open_wide(tab, page.as_uri())
+    await tab.until("document.getElementById('figures').innerText.includes('merged loss')")
+    assert "merged loss\n1.500" in await tab.evaluate("document.getElementById('figures').innerText.toLowerCase()")
+
+
 async def test_what_is_not_known_is_never_zero(tab: Tab, tmp_path: Path) -> None:
     document = {"region": "eu", "run_id": "new", "state": "starting", "reason": "waits for the learner"}
     page = tmp_path / "report.html"

@@ -377,6 +377,19 @@ DUMP = (
 )
 
 
+IGNORED = (
+    "Exception ignored in: <function Loader.__del__ at 0x7f>\nTraceback (most recent call last):\n"
+    '  File "loader.py", line 9, in __del__\nAssertionError: can only test a child process\n'
+)
+
+
+GROUP = (
+    "  + Exception Group Traceback (most recent call last):\n  | ExceptionGroup: in a TaskGroup (1 sub-exception)\n"
+    "  +-+---------------- 1 ----------------\n    | Traceback (most recent call last):\n    | ValueError: no row\n"
+    "    +------------------------------------\n"
+)
+
+
 LAUNCHER = "\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n====\ntrain.py FAILED\n====\n"
 
 
@@ -398,6 +411,15 @@ LAUNCHER = "\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError:
             'what():  CUDA error: bad, at File "train.py", line 7 in <module>',
         ),
         (DUMP + "RuntimeError: sizes differ\n", "RuntimeError: sizes differ"),
+        ("KeyError: 'text'\n" + IGNORED + IGNORED, "KeyError: 'text'"),
+        ("no such file: rows.txt\n" + IGNORED.replace("ignored in", "ignored while calling"), "no such file: rows.txt"),
+        ("KeyError: 'text'\n" + IGNORED.replace("Exception ignored in", "Error in atexit"), "KeyError: 'text'"),
+        ("Error loading the cache: it is made anew\ngive --data\n", "give --data"),
+        (GROUP, "ValueError: no row"),
+        (
+            "RuntimeError: Error(s) in loading state_dict for Net:\n\tsize mismatch for head.weight\n[W] late\n",
+            "RuntimeError: Error(s) in loading state_dict for Net: size mismatch for head.weight",
+        ),
         ("step 7 loss 2.1\n", "step 7 loss 2.1"),
         ("", ""),
     ],

@@ -34,7 +34,13 @@ def write_page(folder: Path, path: Path) -> Path:
 
 def run_snapshot(folder: Path) -> dict[str, Any]:
     """Collect what all regions of a folder show: as they answer, else as their files have it. Raises ConfigError."""
-    regions = [region for place in folders_with(NODE_NAME, folder) if (region := _region(place)) is not None]
+    regions: list[dict[str, Any]] = []
+    places: dict[str, Path] = {}
+    for place in folders_with(NODE_NAME, folder):
+        if (region := _region(place)) is not None:
+            if (first := places.setdefault(str(region["status"].get("region")), place)) != place:
+                raise ConfigError(f"{first} and {place} are of one region: a page shows one run, so give its folder")
+            regions.append(region)
     if not regions:
         raise ConfigError(
             f"{folder} holds no region ({NODE_NAME}): give the state folder of a run or of a region, such as a demo's "

@@ -108,7 +108,11 @@ class AuditPart:
             rows = body.projections or ((),) * len(body.members)
             lapses |= {member.contribution.learner for member, row in zip(body.members, rows, strict=True) if not row}
         for name in self._lapses.note(body.ballot, lapses):
-            cause = "the link to it is too slow" if name == self._region else f"{name} does not tell them in time"
+            cause = (
+                "the link to it or a machine is too slow"
+                if name == self._region
+                else f"{name} does not tell them in time"
+            )
             text = f"audits of {LAPSES_TOLD} entries by {ballot.leader} lack the nonce or the projections of {name}"
             self._effects.note("audit", f"{text}: {ballot.leader} leaves them out, or {cause}", is_alarm=True)
         return ""
@@ -128,7 +132,8 @@ class AuditPart:
             and self._retreats.note(ballot.number, {leader})
         ):
             text = (
-                f"{leader} gave up {LAPSES_TOLD} ballots once they were drawn: it avoids audits, or links are too slow"
+                f"{leader} gave up {LAPSES_TOLD} ballots once they were drawn: it avoids audits, or links or "
+                "machines are too slow"
             )
             self._effects.note("audit", text, is_alarm=True)
 

@@ -286,13 +286,11 @@ class Reception:
         return genesis.fragment_digests if genesis is not None and is_new and self._spec.init is None else ()
 
     def _send_news_of_position(self) -> None:
-        """Tell the learner how far the run is, if that is news and the last telling is long enough ago."""
+        """Tell the learner how far the run is, if the last telling is long enough ago. Also where it stands still: else
+        the learner of a region that is alone would go on through its schedule, and never come back."""
         now_ns = self._runtime.now_ns()
-        if now_ns - self._sent_position_ns < POSITION_EVERY_NS:
-            return
-        position = self._core.leader.progress.position(now_ns=now_ns)
-        if position != self._sent_position or self._lack() != self._sent_lack:
-            self._send_position(position)
+        if now_ns - self._sent_position_ns >= POSITION_EVERY_NS:
+            self._send_position(self._core.leader.progress.position(now_ns=now_ns))
 
     def _send_position(self, position: RunPosition) -> None:
         self._sent_position, self._sent_position_ns, self._sent_lack = position, self._runtime.now_ns(), self._lack()

@@ -106,6 +106,17 @@ def test_a_folder_whose_name_is_a_number_is_no_port(tmp_path: Path, monkeypatch:
     assert run_snapshot(Path("1"))["regions"][0]["status"]["state"] == "training", "nothing was asked"
 
 
+def test_a_folder_with_two_runs_of_the_same_regions_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever went back to a version has the old run's folder beside the new one's."""
+    finished_run(tmp_path / "old-state")
+    finished_run(tmp_path / "state")
+    assert main(["report", str(tmp_path)]) == 2
+    assert "are of one region: a page shows one run" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "state")]) == 0
+
+
 def test_a_folder_without_regions_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no region"):
         run_snapshot(tmp_path)

@@ -138,7 +138,10 @@ const furthest = (regions, key) => greatest(regions.map((one) => table(one.statu
 export function drawFigures() {
   const regions = byName();
   const learners = regions.filter((one) => one.answered !== false && one.status.learner);
-  const merged = learners.map((one) => one.status.learner.val_loss_global).filter((one) => one != null);
+  const merged = learners.map((one) => one.status.learner).filter((one) => one.val_loss_global != null);
+  // Regions evaluate at steps of their own, or one of them no more: the last evaluation counts.
+  const stepOf = (one) => (isNumber(one.val_loss_global_step) ? one.val_loss_global_step : -1);
+  const newest = merged.reduce((best, one) => (stepOf(one) > stepOf(best) ? one : best), merged[0]);
   const step = furthest(regions, "step") ?? greatest(learners.map((one) => one.status.learner.step));
   const steps = furthest(regions, "total_steps");
   const leader = answering().map((one) => one.status.leader).find(Boolean);
@@ -153,7 +156,7 @@ export function drawFigures() {
       figure("step", whole(step), isNumber(steps) ? `of ${whole(steps)}` : ""),
       figure("tokens merged", count(greatest(regions.map((one) => one.status.tokens_merged))), isNumber(furthest(regions, "tokens_total")) ? `of ${count(furthest(regions, "tokens_total"))}` : ""),
       figure("tokens/s", count(sum(learners.map((one) => speedOf(one.status)))), isSeenByOne ? "this region" : ""),
-      figure("merged loss", loss(greatest(merged) ?? merged[0])),
+      figure("merged loss", loss(newest?.val_loss_global)),
       figure("rounds merged", whole(greatest(regions.map((one) => one.status.rounds_committed)))),
       figure("time left", runState() === "finished" ? "none" : seconds(furthest(regions, "eta_seconds"))),
       figure("regions", isSeenByOne ? `${members}` : `${up} of ${members}`, isSeenByOne ? `seen by ${regions[0].name}` : "answer"),
