@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Mapping
+from statistics import fmean
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -157,19 +158,22 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         self._pause.begin(self.diloco, "evaluation")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Announce a save; it is over when the next batch begins."""
+        """Announce a save; like all pauses it is over when the next batch begins."""
         self._pause.begin(self.diloco, "saving")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell the held-out loss, where the module logs one as `val_loss`."""
-        loss = trainer.callback_metrics.get("val_loss")
-        if self.diloco is not None and loss is not None:
-            self.diloco.evaluated(val_loss=float(loss))
-        self._pause.end()
+        """Tell the held-out loss, where the module logs one as `val_loss`; of several loaders the mean."""
+        metrics = trainer.callback_metrics.items()
+        losses = [float(loss) for key, loss in metrics if key.partition("/dataloader_idx_")[0] == "val_loss"]
+        if self.diloco is not None and losses:
+            self.diloco.evaluated(val_loss=fmean(losses))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Announce what other callbacks do now, and at the end of all training: an upload, say."""
+        self._pause.begin(self.diloco, "the end of an epoch")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the run after all other callbacks: the run's result replaces what they write to the module now."""
-        self._pause.end()
         if self.diloco is not None:
             trainer.callbacks.append(_Last(self._pause, self.diloco))
 
@@ -190,7 +194,7 @@ class _Last(Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.callbacks.remove(self)
-        self._pause.end()  # another callback may have saved at the end
+        self._pause.end()
         self._diloco.close()
 
 

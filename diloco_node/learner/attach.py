@@ -303,6 +303,7 @@ class Diloco(LoopView):
         """
         state = model_state(self._tensors, self._ranks, self._fragments, LearnerFragments.global_vectors, self._session)
         self._checkpoints.give(state)
+        self._saves.announce()
         return state
 
     def own_state_dict(self) -> dict[str, Any]:
@@ -375,6 +376,7 @@ class Diloco(LoopView):
         """Leave: all ranks. A finished run's parameters come into the model, the last checkpoint is written."""
         session, boundaries = self._session, self._boundaries
         self._terminate.leave()
+        self._saves.end_pause()
         if boundaries is None or self._is_closed:
             return self._close(None)
         if boundaries.is_crossing.is_set() or self._refusal is not None:  # half a merge is no checkpoint, and no result
@@ -421,10 +423,8 @@ class Diloco(LoopView):
         self._terminate.restore()
         self._saves.leave()
         self._place.leave()
-        if self._watch is not None:
-            self._watch.close()
-        if self._auto_step is not None:
-            self._auto_step.close()
+        for observer in filter(None, (self._watch, self._auto_step)):
+            observer.close()
         if self._session is not None:
             self._session.close(last, has_stop=self.is_interrupted or self._terminate.has_stop)
         elif self._fragments is not None:
