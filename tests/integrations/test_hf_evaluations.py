@@ -110,9 +110,10 @@ def test_the_loss_of_a_test_set_is_no_held_out_loss(folder: Path) -> None:
     tests = torch.utils.data.Subset(Rows(), [3])
 
     class Tester(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            trainer.evaluate(tests, metric_key_prefix="test")
-            trainer.predict(tests)
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if state.global_step % 2:  # else the Trainer would make no evaluation of its own
+                trainer.evaluate(tests, metric_key_prefix="test")
+                trainer.predict(tests)
 
     trainer.add_callback(Tester())
     trainer.evaluate()  # before the run nobody hears of it
@@ -122,7 +123,7 @@ def test_the_loss_of_a_test_set_is_no_held_out_loss(folder: Path) -> None:
         told = told_losses(daemon)
     trainer.evaluate()
     losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
-    assert told == [(pytest.approx(loss), step) for loss, step in zip(losses[1:3], (2, 4), strict=True)]
+    assert told == [(pytest.approx(loss), step) for loss, step in zip(losses[:2], (2, 4), strict=True)]
 
 
 class Scores(Language):
