@@ -73,7 +73,7 @@ def test_a_save_that_a_callback_makes_by_itself_is_a_pause_until_the_next_step(f
     assert steps.activities == [""] * 4
 
 
-def told_losses(daemon: FakeDaemon) -> list[tuple[float, int | None]]:
+def told_losses(daemon: FakeDaemon) -> list[Any]:
     """Held-out losses and their steps, without repetitions."""
     reports = [message for message in daemon.said if isinstance(message, Report | Done)]
     return list(dict.fromkeys((item.val_loss, item.val_step) for item in reports if item.val_loss is not None))
@@ -89,7 +89,7 @@ EVALUATED: dict[str, Any] = {
 
 @pytest.mark.parametrize("is_saving", [True, False])
 def test_of_several_data_sets_the_mean_is_the_held_out_loss(folder: Path, *, is_saving: bool) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 2} if is_saving else {}
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2} if is_saving else {}
     trainer, _, _ = hf_trainer(folder, eval_on_start=True, **EVALUATED, **saving)
     halves = [torch.utils.data.Subset(Rows(), range(start, ROWS, 8)) for start in (1, 5)]
     trainer.eval_dataset = dict(zip(("wiki", "code"), halves, strict=True))
