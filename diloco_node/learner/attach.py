@@ -141,14 +141,13 @@ class Diloco(LoopView):
         self.token_check = TokenCheck(stateful.values())
         self._tensors = tensors
         self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s, warn=self._warn)
-        self._blocked_ns = 0  # inside `step` so far; only grows
+        self._blocked_ns, self._has_left = 0, False  # in `step` so far; whether nothing is told or written any more
         self._losses = LossWatch(is_rolling_back=os.environ.get(ON_SPIKE_VARIABLE) == "rollback")
         self._session: LearnerSession | None = None  # on rank 0 of a region with a daemon
         # On every rank of a run from `_join` on, the watch from its end on; None alone.
         self._fragments: LearnerFragments | None = None
         self._boundaries: StepBoundaries | None = None
         self._watch: ModelWatch | None = None
-        self._has_left = False  # once True nothing is told or written any more
         self._refusal: LearnerError | None = None  # it ends with that, also where the loop has caught it
         self._terminate, self._place, self._wish = TerminateFlag(), LearnerPlace(), EndWish()
         self._ranks, self._auto_step, self._held_out = Ranks(), auto_step, HeldOutLosses()
@@ -376,7 +375,6 @@ class Diloco(LoopView):
         """Leave: all ranks. A finished run's parameters come into the model, the last checkpoint is written."""
         session, boundaries = self._session, self._boundaries
         self._terminate.leave()
-        self._saves.end_pause()
         if boundaries is None or self._is_closed:
             return self._close(None)
         if boundaries.is_crossing.is_set() or self._refusal is not None:  # half a merge is no checkpoint, and no result
@@ -423,8 +421,10 @@ class Diloco(LoopView):
         self._terminate.restore()
         self._saves.leave()
         self._place.leave()
-        for observer in filter(None, (self._watch, self._auto_step)):
-            observer.close()
+        if self._watch is not None:
+            self._watch.close()
+        if self._auto_step is not None:
+            self._auto_step.close()
         if self._session is not None:
             self._session.close(last, has_stop=self.is_interrupted or self._terminate.has_stop)
         elif self._fragments is not None:

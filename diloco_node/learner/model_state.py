@@ -158,8 +158,8 @@ class SavedStates:
             self._is_announced = True
             session.pause(MERGED_WORK, since_s=time.monotonic(), limit_s=BUSY_MAX_S)
 
-    def end_pause(self) -> None:
-        """End that pause; one inside of it, within which the loop has made a step, goes on."""
+    def _end_pause(self) -> None:
+        # One inside of it, within which the loop has made a step, goes on.
         if self._is_announced and self._session is not None and self._session.place.activity == MERGED_WORK:
             self._is_announced = False
             self._session.pause("", since_s=0.0, limit_s=0.0)
@@ -253,7 +253,7 @@ class SavedStates:
 
     def step(self) -> None:
         """A step comes: tell if a state was loaded into the model before it. After the last step that is no news."""
-        self.end_pause()
+        self._end_pause()
         if self._was_loaded:
             self._was_loaded = False
             self.tell(_LOADED)
