@@ -6,7 +6,7 @@
 The run's end stops the trainer; `max_steps` or `num_train_epochs` must not come before it. After a restart parameters
 come from the run. Optimizer, schedule, gradient scaler and the position in the data come from the learner's checkpoint;
 where that position can't be kept, a warning says so. The trainer saves the merged parameters, in
-mid-run too.
+mid-run too. The held-out loss is the metric `eval_loss`; of several data sets the mean of their `eval_NAME_loss`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import weakref
+from statistics import fmean
 from types import TracebackType
 from typing import Any
 
@@ -54,6 +55,8 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         self._data: PreparedLoader | None = None
         # Begun since on_train_begin.
         self._epochs = 0
+        # Of the data sets of an evaluation, by the prefix of their metrics, until it is over.
+        self._val_losses: dict[str, float] = {}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
@@ -141,7 +144,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         if self._epochs == 1 and self.diloco is not None and not self.diloco.steps:
             control.should_training_stop = False
         self._stop(control)
-        self._pause_for(control)
+        self._pause_for(control, "the end of an epoch")  # or of all training, with what callbacks do before ours
 
     def on_prediction_step(self, *_: Any, **context: Any) -> None:
         """Announce an evaluation that another callback, or the program, has begun."""
@@ -149,29 +152,40 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
             self._is_evaluating = True
             self._pause.begin(self.diloco, "evaluation")
 
-    def on_save(self, *_: Any, **context: Any) -> None:
-        """No pause lasts until here: so does it at the end of a prediction, and when a step begins."""
+    def on_step_begin(self, *_: Any, **context: Any) -> None:
+        """No pause lasts until here. Before, callbacks after ours may upload what was saved, or evaluate more."""
         self._go_on()
 
-    on_step_begin = on_predict = on_save
-
-    def _pause_for(self, control: TrainerControl) -> None:
+    def _pause_for(self, control: TrainerControl, otherwise: str = "") -> None:
         """Announce what the trainer does next: it evaluates first, then it saves."""
-        if control.should_evaluate or control.should_save:
+        activity = "evaluation" if control.should_evaluate else "saving" if control.should_save else otherwise
+        if activity:
             self._is_evaluating = bool(control.should_evaluate)
-            self._pause.begin(self.diloco, "evaluation" if self._is_evaluating else "saving")
+            self._pause.begin(self.diloco, activity)
 
     def _go_on(self) -> None:
         self._is_evaluating = False
         self._pause.end()
+        if self._val_losses and self.diloco is not None:
+            self.diloco.evaluated(val_loss=fmean(self._val_losses.values()))
+        self._val_losses.clear()
 
     def on_evaluate(self, args: Any, state: Any, control: TrainerControl, **context: Any) -> None:
-        """Tell the held-out loss."""
+        """Tell the held-out loss; of several data sets, each of which comes here, the mean before the next step."""
         metrics = context.get("metrics") or {}
-        if self.diloco is not None and "eval_loss" in metrics:
-            self.diloco.evaluated(val_loss=float(metrics["eval_loss"]))
-        self._go_on()
+        prefix = next((key.removesuffix("_runtime") for key in metrics if key.endswith("_runtime")), "eval")
+        loss = metrics.get(f"{prefix}_loss")
+        if self.diloco is not None and loss is not None:
+            if prefix == "eval":
+                self.diloco.evaluated(val_loss=float(loss))
+            elif prefix.startswith("eval_"):
+                self._val_losses[prefix] = float(loss)
         self._pause_for(TrainerControl(should_save=control.should_save))
+
+    def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **context: Any) -> None:
+        """Tell the logged loss where the model gives none: with `compute_loss_func` or label smoothing."""
+        if self.diloco is not None and logs and "loss" in logs:
+            self.diloco._losses.note_logged(float(logs["loss"]))
 
     def on_train_end(self, *_: Any, **context: Any) -> None:
         """Leave the run."""

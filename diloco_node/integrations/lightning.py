@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Mapping
+from statistics import fmean
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -89,8 +90,9 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         fit = trainer.fit_loop
         is_made_later = trainer.current_epoch > 0 and not fit.is_resuming and not fit.epoch_loop.restarting
         # A position is good for one iterator: that of before was made, and may have read, at the old position, and one
-        # at the end of an epoch would make an epoch without batches.
-        for _ in range(self._epoch.is_at_end + (not is_made_later) if "data" in stateful else 0):
+        # at the end of an epoch would make an epoch without batches. Where there was none, a stream has read ahead.
+        is_stream = fit._data_fetcher.length is None and not self._epoch.is_behind
+        for _ in range(self._epoch.is_at_end + (not is_made_later) if "data" in stateful and not is_stream else 0):
             iter(fit._data_fetcher)
         self.diloco.token_check = TokenCheck([self])
         trainer.should_stop |= self.diloco.should_stop
@@ -157,19 +159,22 @@ class LightningDiloco(Callback):  # type: ignore[misc]
         self._pause.begin(self.diloco, "evaluation")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Announce a save; it is over when the next batch begins."""
+        """Announce a save; like all pauses it is over when the next batch begins."""
         self._pause.begin(self.diloco, "saving")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell the held-out loss, where the module logs one as `val_loss`."""
-        loss = trainer.callback_metrics.get("val_loss")
-        if self.diloco is not None and loss is not None:
-            self.diloco.evaluated(val_loss=float(loss))
-        self._pause.end()
+        """Tell the held-out loss, where the module logs one as `val_loss`; of several loaders the mean."""
+        metrics = trainer.callback_metrics.items()
+        losses = [float(loss) for key, loss in metrics if key.partition("/dataloader_idx_")[0] == "val_loss"]
+        if self.diloco is not None and losses:
+            self.diloco.evaluated(val_loss=fmean(losses))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Announce what other callbacks do now, and at the end of all training: an upload, say."""
+        self._pause.begin(self.diloco, "the end of an epoch")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the run after all other callbacks: the run's result replaces what they write to the module now."""
-        self._pause.end()
         if self.diloco is not None:
             trainer.callbacks.append(_Last(self._pause, self.diloco))
 
@@ -190,7 +195,7 @@ class _Last(Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.callbacks.remove(self)
-        self._pause.end()  # another callback may have saved at the end
+        self._pause.end()
         self._diloco.close()
 
 
@@ -200,16 +205,15 @@ class _Epoch:
     has_data: the data go on where they were, too.
 
     Attributes:
-        is_at_end: the data go on at the end of an epoch, and the trainer in the next one.
+        is_at_end: the data go on at the end of an epoch, and the trainer in the next one. is_behind: batches of
+            lives before are still to be counted.
     """
 
     def __init__(self, trainer: Trainer, *, has_data: bool) -> None:
         self._trainer, self._has_data = trainer, has_data
         self._loop = trainer.fit_loop.epoch_loop
-        self.is_at_end = False
+        self.is_at_end = self.is_behind = False
         self._state = {"epoch": trainer.current_epoch}
-        # Whether batches of lives before are still to be counted.
-        self._is_behind = False
 
     def note(self) -> None:
         """Keep where a batch has ended: until the next one does, the trainer's numbers may be of either epoch."""
@@ -223,9 +227,9 @@ class _Epoch:
 
     def catch_up(self) -> None:
         """Count the batches of lives before, when the first one of this life begins."""
-        if not self._is_behind:
+        if not self.is_behind:
             return
-        self._is_behind = False
+        self.is_behind = False
         progress, fetcher = self._loop.batch_progress, self._trainer.fit_loop._data_fetcher
         progress.total.increment_by(self._state["all_batches"] + 1 - progress.total.ready)
         if self._trainer.current_epoch != self._state["epoch"]:
@@ -248,4 +252,4 @@ class _Epoch:
         progress.ready = progress.started = progress.processed = progress.completed = epoch
         all_batches = state.get("all_batches", 0)
         self._state = {"epoch": epoch, "batches": 0 if is_over else batches, "all_batches": all_batches}
-        self._is_behind = True
+        self.is_behind = True

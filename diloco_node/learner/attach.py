@@ -141,14 +141,13 @@ class Diloco(LoopView):
         self.token_check = TokenCheck(stateful.values())
         self._tensors = tensors
         self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s, warn=self._warn)
-        self._blocked_ns = 0  # inside `step` so far; only grows
+        self._blocked_ns, self._has_left = 0, False  # in `step` so far; whether nothing is told or written any more
         self._losses = LossWatch(is_rolling_back=os.environ.get(ON_SPIKE_VARIABLE) == "rollback")
         self._session: LearnerSession | None = None  # on rank 0 of a region with a daemon
         # On every rank of a run from `_join` on, the watch from its end on; None alone.
         self._fragments: LearnerFragments | None = None
         self._boundaries: StepBoundaries | None = None
         self._watch: ModelWatch | None = None
-        self._has_left = False  # once True nothing is told or written any more
         self._refusal: LearnerError | None = None  # it ends with that, also where the loop has caught it
         self._terminate, self._place, self._wish = TerminateFlag(), LearnerPlace(), EndWish()
         self._ranks, self._auto_step, self._held_out = Ranks(), auto_step, HeldOutLosses()
@@ -303,6 +302,7 @@ class Diloco(LoopView):
         """
         state = model_state(self._tensors, self._ranks, self._fragments, LearnerFragments.global_vectors, self._session)
         self._checkpoints.give(state)
+        self._saves.announce()
         return state
 
     def own_state_dict(self) -> dict[str, Any]:

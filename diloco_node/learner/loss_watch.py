@@ -85,6 +85,7 @@ class LossWatch:
 
     def __init__(self, *, is_rolling_back: bool) -> None:
         self.loss = LateLoss()
+        self._has_losses = False
         self._grad_norm = LateLoss("grad_norm")
         values = ((self.loss, "loss", IN_A_ROW), (self._grad_norm, "gradient norm", NORMS_IN_A_ROW))
         self._watches = [
@@ -94,8 +95,14 @@ class LossWatch:
 
     def offer(self, loss: Tensor | float | None, grad_norm: Tensor | float | None) -> None:
         """Take in what the step told."""
+        self._has_losses |= loss is not None
         self.loss.offer(loss)
         self._grad_norm.offer(grad_norm)
+
+    def note_logged(self, mean: float) -> None:
+        """Take the mean loss that a trainer logs, where none of its steps told one."""
+        if not self._has_losses:
+            self.loss.offer(mean)
 
     def check(self, step: int, warn: Callable[[str], None]) -> None:
         """Say what is wrong with loss or gradient norm. Raises LearnerError: it was so too many times in a row."""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
@@ -20,6 +21,7 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.names import plain_name, replicas_in
 from diloco_node.learner.layouts.tensors import ModelTensors, memory_of
 from diloco_node.learner.local_fragments import LearnerFragments
+from diloco_node.learner.pauses import BUSY_MAX_S
 from diloco_node.learner.private_hooks import PrivateHook, is_private, living_handles, private_hooks
 from diloco_node.learner.ranks import Ranks
 
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from diloco_node.learner.daemon_session import LearnerSession
 
 log = logging.getLogger("diloco_node.learner")
+
+MERGED_WORK: Final = "work with the merged model"
+"""Activity of a pause that no loop has announced."""
 
 _READERS: Final[set[int]] = set()
 """Threads that read a learner's state now."""
@@ -113,6 +118,8 @@ class SavedStates:
         self._was_loaded = False
         self._texts: set[str] = set()
         self._handles: list[RemovableHandle] = []
+        # Whether the learner's place says that the script works with the merged parameters.
+        self._is_announced = False
         # By thread the state that is being made, and the merged parameters in it, by key: of modules in modules.
         self._replaced = threading.local()
 
@@ -144,6 +151,18 @@ class SavedStates:
         self._handles.clear()
         self._fragments = self._session = self._tensors = None
         self._hold = lambda _: None
+
+    def announce(self) -> None:
+        """Announce a pause until the next step: the script has merged parameters, to save, upload or evaluate them."""
+        if (session := self._session) is not None and not session.place.activity:
+            self._is_announced = True
+            session.pause(MERGED_WORK, since_s=time.monotonic(), limit_s=BUSY_MAX_S)
+
+    def _end_pause(self) -> None:
+        # One inside of it, within which the loop has made a step, goes on.
+        if self._is_announced and self._session is not None and self._session.place.activity == MERGED_WORK:
+            self._is_announced = False
+            self._session.pause("", since_s=0.0, limit_s=0.0)
 
     def _hook_of(self, module: nn.Module, handles: Callable[[], list[Any]] = living_handles) -> StateHook | None:
         hooks = private_hooks(module, "_state_dict_hooks", handles).values()
@@ -189,6 +208,7 @@ class SavedStates:
             with _reading(self._session):
                 full = tensors.full_state(fragments.manifest, fragments.global_vectors(), {}, {*names.values()})
             state.update({key: full[name] for key, name in names.items()})
+            self.announce()
         names = self._all_replaced(state, names)
         # A hook between a module and the outer one may have renamed what the inner one's replaced.
         self._hold([value for key in names if isinstance(value := state.get(key), Tensor)])
@@ -233,6 +253,7 @@ class SavedStates:
 
     def step(self) -> None:
         """A step comes: tell if a state was loaded into the model before it. After the last step that is no news."""
+        self._end_pause()
         if self._was_loaded:
             self._was_loaded = False
             self.tell(_LOADED)

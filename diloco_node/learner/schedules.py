@@ -37,6 +37,9 @@ SCHEDULE_KEYS: Final = (BEGIN, "max_lr", "min_lr", "base_momentum", "max_momentu
 ROUNDED: Final = 1e-6
 """A rate that was a tensor of float32 is the same as a number."""
 
+_BY_COUNT: Final = (lr_scheduler.LambdaLR, lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)
+"""Schedules whose rate follows from the count of their steps, and from nothing else."""
+
 SCALER: Final = ("growth_factor", "backoff_factor", "growth_interval")
 """Settings of a gradient scaler of torch's; its state is empty where it was not enabled."""
 
@@ -286,6 +289,24 @@ def _step_to(schedule: lr_scheduler.LRScheduler, steps: int, rates: Sequence[Any
             group["lr"] = rate
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of steps without the optimizer's
+        _advance(schedule, steps)
+
+
+def _advance(schedule: Any, steps: int) -> None:
+    """Step a schedule that stands at its beginning; by its formula where it has one, for a million steps take long."""
+    if isinstance(schedule, lr_scheduler.SequentialLR):
+        stages = zip(schedule._schedulers, [0, *schedule._milestones], [*schedule._milestones, steps + 1], strict=True)
+        for member, begin, end in stages:
+            if begin <= steps and begin < end:
+                if begin:
+                    member.step(0)
+                _advance(member, min(steps, end - 1) - begin)
+                schedule._last_lr = member.get_last_lr()
+        schedule.last_epoch = steps
+    elif steps and (hasattr(schedule, "_get_closed_form_lr") or isinstance(schedule, _BY_COUNT)):
+        schedule.step(steps)
+        schedule._step_count = steps + 1
+    else:
         for _ in range(steps):
             schedule.step()
 

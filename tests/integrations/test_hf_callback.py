@@ -66,7 +66,9 @@ class Seen:
         self.callback = Spy()
 
 
-def hf_trainer(folder: Path, *, bad: int = -1, **arguments: Any) -> tuple[Any, Any, Seen]:
+def hf_trainer(
+    folder: Path, *, bad: int = -1, model: torch.nn.Module | None = None, **arguments: Any
+) -> tuple[Any, Any, Seen]:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     from diloco_node.integrations.hf import DilocoCallback
@@ -83,7 +85,7 @@ def hf_trainer(folder: Path, *, bad: int = -1, **arguments: Any) -> tuple[Any, A
         **{"save_strategy": "no", "max_steps": 4} | arguments,
     )
     trainer = transformers.Trainer(
-        model=Language(),
+        model=model or Language(),
         args=settings,
         train_dataset=Rows(bad),
         eval_dataset=Rows(),
@@ -232,15 +234,16 @@ def test_a_trainer_that_spreads_a_batch_over_gpus_is_refused(folder: Path) -> No
 
 
 def test_a_trainers_evaluations_and_saves_are_pauses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, _, _ = hf_trainer(
+    trainer, _, seen = hf_trainer(
         folder, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, eval_on_start=False
     )
-    trainer.train_dataset, trainer.eval_dataset = Watched(folder), Watched(folder)
-    saves, save = Watched(folder), trainer._save
+    trainer.eval_dataset = Watched(folder)
+    saves, steps, save = Watched(folder), Watched(folder), trainer._save
     monkeypatch.setattr(trainer, "_save", lambda *words, **options: (saves.look(), save(*words, **options)))
+    seen.callback.on_pre_optimizer_step = lambda *_, **__: steps.look()
     with FakeDaemon(folder):
         trainer.train()
-    assert set(trainer.train_dataset.activities) == {""}
+    assert steps.activities == [""] * 4
     assert set(trainer.eval_dataset.activities) == {"evaluation"}
     assert saves.activities == ["saving"] * 2
     trainer.evaluate()

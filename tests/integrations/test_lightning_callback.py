@@ -253,6 +253,36 @@ def test_lightnings_evaluations_are_pauses_and_it_goes_on_after_a_save(folder: P
     assert trained.activities[-1] == ""
 
 
+def test_what_other_callbacks_do_after_an_evaluation_and_at_the_end_is_in_a_pause(folder: Path) -> None:
+    """An upload may take longer than a learner may be without a step."""
+    trainer, _, module = lightning_trainer(folder, val_check_interval=2, num_sanity_val_steps=0)
+    module.validation_step = lambda *_: None
+    names = ("before_optimizer_step", "validation_end", "train_epoch_end", "train_end")
+    places = {name: Watched(folder) for name in names}
+    first, last = (pytest.importorskip("lightning.pytorch").Callback() for _ in range(2))
+    for name in names:
+        for callback in (first, last):
+            setattr(callback, f"on_{name}", lambda *_, name=name: places[name].look())
+    trainer.callbacks[:] = [first, *trainer.callbacks, last]
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=BATCH)
+    with FakeDaemon(folder):
+        trainer.fit(module, loader, loader)
+    assert places["before_optimizer_step"].activities == [""] * 8
+    assert places["validation_end"].activities == ["evaluation"] * 4
+    assert places["train_epoch_end"].activities == ["evaluation", "the end of an epoch"]
+    assert places["train_end"].activities == ["the end of an epoch"] * 2
+
+
+def test_of_several_loaders_the_mean_is_the_held_out_loss(folder: Path) -> None:
+    trainer, _, module = lightning_trainer(folder, val_check_interval=2, num_sanity_val_steps=0)
+    module.validation_step = lambda _batch, _index, dataloader_idx: module.log("val_loss", 1.0 + 2 * dataloader_idx)
+    loaders = [torch.utils.data.DataLoader(Rows(), batch_size=BATCH) for _ in range(3)]
+    with FakeDaemon(folder) as daemon:
+        trainer.fit(module, loaders[0], loaders[1:])
+        done = daemon.wait_for(Done)
+    assert (done.val_loss, done.val_step) == (2.0, 4)
+
+
 def test_steps_after_the_runs_end_are_undone_and_that_is_told(folder: Path) -> None:
     """A trainer with a least number of steps goes on."""
     trainer, _, module = lightning_trainer(folder, max_steps=ROWS, min_steps=8)

@@ -349,6 +349,55 @@ def test_lightning_that_is_killed_goes_on_with_a_loader_that_has_a_position(fold
     assert [at for _, at in lives] == list(range(4, 31, 3)), "the schedule, too"
 
 
+class OwnPlace(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    """A stream that knows where it is: whoever reads ahead of it takes rows from all others."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.place < ROWS:
+            self.place += 1
+            yield {"input_ids": torch.tensor([self.place - 1])}
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def test_lightning_begins_a_stream_at_its_first_row(folder: Path) -> None:
+    pytest.importorskip("lightning.pytorch")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    first, second = (
+        lightning_life(folder, LAST_STEP + 1, StatefulDataLoader(OwnPlace(), batch_size=BATCH))[0] for _ in range(2)
+    )
+    assert [rows[0] for rows in first] == [0, 4, 8, 12]
+    assert [rows[0] for rows in second] == [16, 20, 24, 28], "the batch that Lightning had read ahead is passed over"
+
+
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [({"limit_train_batches": 5}, 5), ({"limit_train_batches": 0.5}, 5), ({"val_check_interval": 0.25}, 11)],
+)
+def test_lightning_that_is_killed_keeps_epochs_of_another_length(
+    folder: Path, options: dict[str, Any], length: int
+) -> None:
+    pytest.importorskip("lightning.pytorch")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    line: list[int] = []
+    for life in range(5):
+        loader = StatefulDataLoader(Numbers(), batch_size=BATCH)
+        rows, epoch = lightning_life(folder, LAST_STEP + 1, loader, interval="epoch", validations=[], **options)
+        line += [batch[0] for batch in rows[:-1]]
+        assert epoch == (life * LAST_STEP + LAST_STEP + 1) // length
+    assert line == [BATCH * (number % length) for number in range(5 * LAST_STEP)]
+
+
 @pytest.mark.parametrize(("is_sharded", "length"), [(False, 11), (True, 10)])
 @pytest.mark.parametrize("lives", [5, 2])
 def test_lightning_that_is_killed_within_epochs_ends_each_at_its_last_batch(

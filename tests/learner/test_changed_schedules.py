@@ -1,6 +1,7 @@
 """A schedule, scaler or optimizer that the script makes otherwise after a restart is the script's, where it was."""
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import diloco_node
-from diloco_node.learner.schedules import place_schedule
+from diloco_node.learner.schedules import _step_to, place_schedule
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.watched_model import make, net, train
 
@@ -88,6 +89,60 @@ def test_a_schedule_that_the_script_changed_has_the_rates_of_the_new_one(name: s
         optimizer.step()
         schedule.step()
     assert rates == pytest.approx(expected[6:])
+
+
+OTHERS: dict[str, Build] = {
+    "a factor": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count)),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=14),
+    "triangles": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.001, 0.1, step_size_up=3),
+    "products": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda count: 0.9 + 0.001 * count),
+    "cycles that grow": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2, 2),
+    "three parts, and one of no length": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.ConstantLR(optimizer, factor, 3) for factor in (0.1, 0.2, 0.3)]
+        + [lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)],
+        [2, 2, 5],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize("build", [*OTHERS.values(), *(new for _, new in CHANGES.values())], ids=[*OTHERS, *CHANGES])
+def test_a_place_in_a_schedule_is_that_to_which_it_is_stepped(build: Build) -> None:
+    for steps in range(12):
+        stepped, placed = (build(torch.optim.SGD(net().parameters(), lr=0.05, momentum=0.9)) for _ in range(2))
+        for _ in range(steps):
+            stepped.step()
+        _step_to(placed, steps, placed.get_last_lr())
+        for _ in range(2):
+            assert placed.get_last_lr() == pytest.approx(stepped.get_last_lr())
+            assert placed.optimizer.param_groups[0]["lr"] == pytest.approx(stepped.optimizer.param_groups[0]["lr"])
+            assert counts_of(placed.state_dict()) == counts_of(stepped.state_dict())
+            stepped.step()
+            placed.step()
+
+
+def counts_of(state: dict[str, Any]) -> list[Any]:
+    members = [counts_of(member) for member in state.get("_schedulers", ())]
+    return [state.get("last_epoch"), state.get("T_cur"), state.get("T_i"), *members]
+
+
+def test_a_million_steps_of_a_changed_schedule_are_not_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    step = lr_scheduler.LRScheduler.step
+
+    def count(schedule: Any, *place: int) -> None:
+        calls.append(1)
+        step(schedule, *place)
+
+    monkeypatch.setattr(lr_scheduler.LRScheduler, "step", count)
+    old = warm_up(1000, 2_000_000)(make(net())).state_dict() | {"last_epoch": 1_000_000}
+    new = warm_up(2000, 1_998_000)(make(net()))
+    calls.clear()
+    new.load_state_dict(place_schedule(new, old))
+    assert len(calls) < 10
+    assert new.get_last_lr() == pytest.approx([0.01 * (1 + math.cos(math.pi * 998 / 1998)) / 2])
+    assert new.last_epoch == 1_000_000
 
 
 def test_a_changed_setting_is_told_and_an_equal_schedule_is_not(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ import torch
 import diloco_node
 from diloco_node.errors import LearnerError
 from diloco_node.learner.attach import Diloco
+from diloco_node.learner.model_state import MERGED_WORK
 from diloco_node.learner.pauses import BUSY_MAX_S, CallbackPause
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from diloco_node.wire.learner_link import Done, Leaving, OfferApplied, Report, SnapshotReady, Warned
@@ -73,6 +74,27 @@ def test_a_name_of_any_length_fits(folder: Path) -> None:
     toy = Toy()
     with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco, diloco.busy("ä" * 1000):
         assert place(folder).activity.startswith("ä" * 20)
+
+
+@pytest.mark.parametrize("is_merging", [False, True])
+def test_work_with_the_merged_model_is_a_pause_until_the_next_step(folder: Path, *, is_merging: bool) -> None:
+    """A loop may save and upload it, or evaluate it, for as long as it likes."""
+    toy = Toy()
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        if is_merging:
+            diloco.save_merged(toy.model)
+        for _ in range(2):
+            toy.step(diloco)
+            assert place(folder).activity == ""
+            _ = toy.model.state_dict() if is_merging else diloco.global_state_dict()
+            assert (place(folder).activity, place(folder).limit_s) == (MERGED_WORK, BUSY_MAX_S)
+        with diloco.busy("evaluation"):
+            toy.step(diloco)
+            assert place(folder).activity == "evaluation"
+        toy.step(diloco)
+        assert place(folder).activity == ""
+        toy.model.state_dict() if is_merging else diloco.global_state_dict()
+    assert place(folder).activity == "", "it leaves"
 
 
 @pytest.mark.parametrize("activity", ["", "\0", "  ", None, 7, Path("eval"), "caf\udce9"])
