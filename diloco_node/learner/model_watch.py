@@ -112,7 +112,7 @@ class ModelWatch:
         }
         # Those that forward passes shorten, row by row.
         self._renormed = {
-            module.weight
+            module._parameters.get("weight")
             for module in tensors.model.modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
         }

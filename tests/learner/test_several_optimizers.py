@@ -147,3 +147,10 @@ def test_what_is_no_optimizer_and_several_with_auto_are_refused() -> None:
         diloco_node.attach(model, parts, step="auto")
     with pytest.warns(UserWarning, match="training alone"):
         diloco_node.attach(model, [parts[0]], step="auto").close()
+
+
+def test_what_is_no_model_is_named() -> None:
+    model, parts = model_and_optimizers()
+    for given, kind in ((model.parameters(), "Parameter"), ({"generator": model}, "str"), ([model, parts[0]], "AdamW")):
+        with pytest.raises(LearnerError, match=rf"was given a {kind} as its model: give an nn\.Module, or a list"):
+            diloco_node.attach(given, parts)  # type: ignore[arg-type]
