@@ -186,7 +186,9 @@ class OptimizerParts:
             if index in extras or self._keys[index] in self._old_keys:
                 continue
             prefix = f"state.{index}"
-            document["state"][str(index)] = _split(prefix, values, tensors, is_state=True)
+            document["state"][str(index)] = _split(
+                prefix, values, tensors, takes_lists=not is_sharded(self._parameters[index])
+            )
             box, shape = self._boxes[index], local_part(self._parameters[index]).shape
             if box is None and self._names[index]:  # an empty shard: its state is of the parameter's kind all the same
                 box = Box((0,) * len(shape), tuple(shape))
@@ -413,14 +415,14 @@ def _joined(label: str, box: Box, pieces: Sequence[tuple[Box, Tensor]]) -> Tenso
     return whole
 
 
-def _split(prefix: str, values: Json, tensors: dict[str, Tensor], *, is_state: bool = False) -> Json:
-    """Return what is no tensor as JSON. is_state: also lists of tensors, and the like, of each rank for itself."""
+def _split(prefix: str, values: Json, tensors: dict[str, Tensor], *, takes_lists: bool = False) -> Json:
+    """Return what is no tensor as JSON. takes_lists: also lists of tensors, and the like; of a cut one all is cut."""
     plain: Json = {}
     for key, value in values.items():
         label = f"optimizer {prefix}.{key}"
         if isinstance(value, Tensor):
             tensors[f"{prefix}.{key}"] = value
-        elif is_state and not any(isinstance(leaf, np.ndarray) or is_sharded(leaf) for leaf in tree_leaves(value)):
+        elif takes_lists and not any(isinstance(leaf, np.ndarray) for leaf in tree_leaves(value)):
             plain[key] = flatten(label, value, tensors)
         else:
             try:
