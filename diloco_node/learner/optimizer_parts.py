@@ -258,11 +258,11 @@ class OptimizerParts:
         load_state(self._optimizer, {"state": state, "param_groups": groups})
         for place, (inner, parameter) in enumerate(self._members()):
             # What an optimizer loads it makes of the parameter's type: moments of float32, and counts, too.
-            loaded = getattr(inner, "state", {}).get(parameter)
+            entries = getattr(inner, "state", {}).get(parameter)
             is_same = any(view.type_of(self._names[place], place) == str(parameter.dtype) for view in views)
-            if isinstance(loaded, dict):
-                values = {key: value for key, value in state.get(place, {}).items() if key != "step" and key in loaded}
-                loaded |= {key: _as_kept(value, loaded[key], is_same=is_same) for key, value in values.items()}
+            if isinstance(entries, dict):
+                values = {key: value for key, value in state.get(place, {}).items() if key != "step" and key in entries}
+                entries |= {key: _as_kept(value, entries[key], is_same=is_same) for key, value in values.items()}
         tell_changes(changes)
 
     def _place_of_group(self, at: int, own_group: Json, groups: Sequence[Json], names: Sequence[str]) -> int | None:
@@ -440,13 +440,13 @@ def _can_be_kept(value: object) -> bool:
         return False
 
 
-def _as_kept(value: Any, loaded: Any, *, is_same: bool) -> Any:
+def _as_kept(value: Any, entry: Any, *, is_same: bool) -> Any:
     """Return what an optimizer has loaded with texts as they were kept, and if `is_same` the types, too."""
     again = partial(_as_kept, is_same=is_same)
-    if isinstance(value, Tensor) and isinstance(loaded, Tensor) and value.shape == loaded.shape:
-        return value.to(loaded.device) if is_same and value.dtype != loaded.dtype else loaded
-    if isinstance(value, list | tuple) and isinstance(loaded, list | tuple) and len(value) == len(loaded):
-        return type(loaded)(map(again, value, loaded))
-    if isinstance(value, dict) and isinstance(loaded, dict) and value.keys() == loaded.keys():
-        return {key: again(item, loaded[key]) for key, item in value.items()}
-    return value if isinstance(value, str) else loaded
+    if isinstance(value, Tensor) and isinstance(entry, Tensor) and value.shape == entry.shape:
+        return value.to(entry.device) if is_same and value.dtype != entry.dtype else entry
+    if isinstance(value, list | tuple) and isinstance(entry, list | tuple) and len(value) == len(entry):
+        return type(entry)(map(again, value, entry))
+    if isinstance(value, dict) and isinstance(entry, dict) and value.keys() == entry.keys():
+        return {key: again(item, entry[key]) for key, item in value.items()}
+    return value if isinstance(value, str) else entry

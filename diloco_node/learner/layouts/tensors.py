@@ -145,7 +145,7 @@ class ModelTensors:
         self.marks: dict[str, str] = {}
         specs = []
         modules = self.model.modules()
-        kinds = nn.Embedding, nn.EmbeddingBag  # a script's own may have no weight, or compute it
+        kinds = nn.Embedding, nn.EmbeddingBag  # a script's own may have none, or compute it
         embeddings = {module._parameters.get("weight") for module in modules if isinstance(module, kinds)}
         # A module at two places is not tied: one may be its compiled form, which another region does without.
         uses = Counter(id(tensor) for module in self.model.modules() for tensor in module._parameters.values())
