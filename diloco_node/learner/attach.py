@@ -106,7 +106,7 @@ def attach(
     if step not in ("call", "auto"):
         raise LearnerError(f'attach(step={step!r}): give "call", or "auto" to follow the optimizer')
     modules = [model] if isinstance(model, nn.Module) else list(model)
-    whole = ModuleGroup([unwrap(module) for module in modules]) if len(modules) > 1 else modules[0]
+    whole = ModuleGroup([unwrap(module) for module in modules]) if len(modules) != 1 else modules[0]
     joint = as_one(optimizer)
     holdings = None if joint is None else parameters_of(joint)
     tensors = ModelTensors(

@@ -45,7 +45,7 @@ from diloco_node.learner.model_state import unnoticed
 from diloco_node.learner.optimizer_parts import OptimizerParts
 from diloco_node.learner.ranks import Ranks
 from diloco_node.learner.schedules import as_schedule
-from diloco_node.learner.several_optimizers import scaler_of
+from diloco_node.learner.several_optimizers import inner_of, scaler_of
 from diloco_node.storage.durable import remove_temporaries
 
 COST_PART: Final = 0.01
@@ -81,7 +81,13 @@ class Checkpointing:
         warn: Callable[[str], None] = log.warning,
     ) -> None:
         self.optimizer = optimizer
-        self.stateful = {name: as_schedule(as_stateful(name, item)) for name, item in stateful.items()}
+        # Kept already, with the settings of the script.
+        members = [] if optimizer is None else [optimizer, *getattr(optimizer, "parts", ()), *inner_of(optimizer)]
+        self.stateful = {
+            name: as_schedule(as_stateful(name, item))
+            for name, item in stateful.items()
+            if not any(item is member for member in members)
+        }
         if (scaler := scaler_of(optimizer)) is not None and scaler not in self.stateful.values():
             self.stateful["gradient scaler"] = scaler
         # What of the loop is not kept; None before `resume`, and where nothing is.

@@ -112,9 +112,10 @@ class ModelWatch:
         }
         # Those that forward passes shorten, row by row.
         self._renormed = {
-            module.weight
+            weight
             for module in tensors.model.modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+            if (weight := module._parameters.get("weight")) is not None  # a script's own may have none, or compute it
         }
         # Their values as `attach` wrote them; empty once they were compared.
         self._written = [sample_of(tensor) for tensor in self._weights]

@@ -12,11 +12,13 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.shard_map import Box, ShardMap
@@ -146,8 +148,7 @@ class OptimizerParts:
 
     def _writes(self) -> dict[str, list[tuple[int, int]]]:
         """Return by key which tensors each state has, and how often each was written to."""
-        members = [(inner, parameter) for inner in inner_of(self._optimizer) for parameter in parameters_of(inner)]
-        states = [getattr(inner, "state", {}).get(parameter) for inner, parameter in members]
+        states = [getattr(inner, "state", {}).get(parameter) for inner, parameter in self._members()]
         return {
             key: [
                 (id(item), 0 if item.is_inference() else item._version)
@@ -158,6 +159,10 @@ class OptimizerParts:
             if state and isinstance(state, Mapping)
         }
 
+    def _members(self) -> list[tuple[torch.optim.Optimizer, Tensor]]:
+        """Return each parameter with the optimizer that has its state."""
+        return [(inner, parameter) for inner in inner_of(self._optimizer) for parameter in parameters_of(inner)]
+
     def keep(self) -> Kept:
         """Return what this rank keeps now; not copies.
 
@@ -165,8 +170,7 @@ class OptimizerParts:
         parameter's, or is not in the form of torch.optim. Its groups are not those of `attach`.
         """
         kind = kind_of(self._optimizer)
-        parameters = [parameter for inner in inner_of(self._optimizer) for parameter in parameters_of(inner)]
-        if [*map(id, parameters)] != [*map(id, self._parameters)]:
+        if [id(parameter) for _, parameter in self._members()] != [*map(id, self._parameters)]:
             raise LearnerError(f"the groups of {kind} hold other parameters, or in another order, than at attach()")
         state = self._optimizer.state_dict()
         if not {"state", "param_groups"} <= state.keys():
@@ -174,6 +178,7 @@ class OptimizerParts:
         tensors: dict[str, Tensor] = {}
         boxes: dict[str, Box] = {}
         document: Json = {"kind": kind, "state": {}, "param_groups": [], "narrow": {}, "script": self._script}
+        document["types"] = [str(parameter.dtype) for parameter in self._parameters]
         extras = {key: values for key, values in state["state"].items() if key not in range(len(self._parameters))}
         if extras:  # belongs to no parameter
             document["extras"] = flatten("extras", extras, tensors)
@@ -181,7 +186,9 @@ class OptimizerParts:
             if index in extras or self._keys[index] in self._old_keys:
                 continue
             prefix = f"state.{index}"
-            document["state"][str(index)] = _split(prefix, values, tensors)
+            document["state"][str(index)] = _split(
+                prefix, values, tensors, takes_lists=not is_sharded(self._parameters[index])
+            )
             box, shape = self._boxes[index], local_part(self._parameters[index]).shape
             if box is None and self._names[index]:  # an empty shard: its state is of the parameter's kind all the same
                 box = Box((0,) * len(shape), tuple(shape))
@@ -197,9 +204,8 @@ class OptimizerParts:
                         del tensors[name], boxes[name]
         settings = settings_of(self._optimizer)
         for index, group in enumerate(state["param_groups"]):
-            # A limit that is infinite is no JSON, and the script's again after a restart.
-            is_infinite = {key: isinstance(value, float) and not isfinite(value) for key, value in group.items()}
-            values = {key: value for key, value in group.items() if not (key in settings and is_infinite[key])}
+            # What is no JSON, such as a type or an infinite limit, is the script's again after a restart.
+            values = {key: value for key, value in group.items() if key not in settings or _can_be_kept(value)}
             document["param_groups"].append(_split(f"group.{index}", values, tensors))
         return Kept(tensors, document, self._names, boxes)
 
@@ -250,6 +256,13 @@ class OptimizerParts:
             values |= {key: torch.zeros_like(parameter) for key in additions[place] if key not in values}
         state |= unflatten(first.rest.get("extras", {}), first.tensors)
         load_state(self._optimizer, {"state": state, "param_groups": groups})
+        for place, (inner, parameter) in enumerate(self._members()):
+            # What an optimizer loads it makes of the parameter's type: moments of float32, and counts, too.
+            entries = getattr(inner, "state", {}).get(parameter)
+            is_same = any(view.type_of(self._names[place], place) == str(parameter.dtype) for view in views)
+            if isinstance(entries, dict):
+                values = {key: value for key, value in state.get(place, {}).items() if key != "step" and key in entries}
+                entries |= {key: _as_kept(value, entries[key], is_same=is_same) for key, value in values.items()}
         tell_changes(changes)
 
     def _place_of_group(self, at: int, own_group: Json, groups: Sequence[Json], names: Sequence[str]) -> int | None:
@@ -309,7 +322,7 @@ class OptimizerParts:
             save, at = view.kept, view.place_of(name, index)
             if at is None or str(at) not in save.rest["state"]:
                 continue
-            values = {**save.rest["state"][str(at)], **values}
+            values = unflatten(save.rest["state"][str(at)], save.tensors) | values
             for tensor_name in view.tensors.get(str(at), ()):
                 key = tensor_name.removeprefix(f"state.{at}.")
                 if tensor_name in save.rest.get("narrow", {}):
@@ -323,7 +336,6 @@ class OptimizerParts:
                 local = pieces[0][1].new_empty(local_part(parameter).shape)
             else:
                 local = _joined(f"{key} of {name}", box, pieces)
-            # What an optimizer loads it makes of the parameter's type, unless it is a count.
             values[key] = cut_like(parameter, local) if is_sharded(parameter) else local
         for key, (label, is_signed) in narrow.items():
             values[key] = self._narrow(label, parameter, values[key], is_signed=is_signed)
@@ -355,6 +367,11 @@ class _ByParameter:
         if name:
             return self._places.get(name)
         return index if self.kept.names[index : index + 1] in ([], [""]) else None
+
+    def type_of(self, name: str, index: int) -> str:
+        """Return the type that a parameter had; empty: nobody knows."""
+        at, types = self.place_of(name, index), self.kept.rest.get("types")
+        return "" if at is None or types is None else types[at]
 
     def boxes_of(self, name: str) -> list[Box]:
         """Return the boxes of a parameter's state."""
@@ -398,15 +415,38 @@ def _joined(label: str, box: Box, pieces: Sequence[tuple[Box, Tensor]]) -> Tenso
     return whole
 
 
-def _split(prefix: str, values: Json, tensors: dict[str, Tensor]) -> Json:
+def _split(prefix: str, values: Json, tensors: dict[str, Tensor], *, takes_lists: bool = False) -> Json:
+    """Return what is no tensor as JSON. takes_lists: also lists of tensors, and the like; of a cut one all is cut."""
     plain: Json = {}
     for key, value in values.items():
+        label = f"optimizer {prefix}.{key}"
         if isinstance(value, Tensor):
             tensors[f"{prefix}.{key}"] = value
-            continue
-        try:
-            plain[key] = json.loads(json.dumps(value, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            label = f"optimizer {prefix}.{key}"
-            raise LearnerError(f"{label} can't be kept in a checkpoint: {error}; only tensors and JSON can") from error
+        elif takes_lists and not any(isinstance(leaf, np.ndarray) for leaf in tree_leaves(value)):
+            plain[key] = flatten(label, value, tensors)
+        else:
+            try:
+                plain[key] = json.loads(json.dumps(value, allow_nan=False))
+            except (TypeError, ValueError) as error:
+                text = f"{label} can't be kept in a checkpoint: {error}; only tensors and JSON can"
+                raise LearnerError(text) from error
     return plain
+
+
+def _can_be_kept(value: object) -> bool:
+    try:
+        return isinstance(value, Tensor) or bool(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        return False
+
+
+def _as_kept(value: Any, entry: Any, *, is_same: bool) -> Any:
+    """Return what an optimizer has loaded with texts as they were kept, and if `is_same` the types, too."""
+    again = partial(_as_kept, is_same=is_same)
+    if isinstance(value, Tensor) and isinstance(entry, Tensor) and value.shape == entry.shape:
+        return value.to(entry.device) if is_same and value.dtype != entry.dtype else entry
+    if isinstance(value, list | tuple) and isinstance(entry, list | tuple) and len(value) == len(entry):
+        return type(entry)(map(again, value, entry))
+    if isinstance(value, dict) and isinstance(entry, dict) and value.keys() == entry.keys():
+        return {key: again(item, entry[key]) for key, item in value.items()}
+    return value if isinstance(value, str) else entry

@@ -41,10 +41,11 @@ class StateWatch:
         """Look at all; at a boundary, and before a step of an optimizer, which fills what is empty."""
         for optimizer, (state, fill) in self._moments.items():
             if optimizer.state is not state:
-                rates = {float(group["lr"]): None for group in optimizer.param_groups if "lr" in group}
+                rates = [group.get("lr") for group in optimizer.param_groups]  # None: Adafactor finds its own
+                texts = {str(rate) if rate is None else f"{float(rate):g}": None for rate in rates}
                 text = (
                     f"another state than after attach(), as load_state_dict() gives it: its moments, and settings such "
-                    f"as lr (now {', '.join(f'{rate:g}' for rate in rates)}), are those that were loaded and not this "
+                    f"as lr (now {', '.join(texts)}), are those that were loaded and not this "
                     "learner's, at each start. Load before attach()"
                 )
             elif _fill(optimizer) < fill:

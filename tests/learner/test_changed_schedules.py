@@ -267,3 +267,22 @@ def test_a_rate_that_begins_anew_is_told_in_the_first_step(
         "steps begins anew, give it to attach(stateful=...), or count by diloco.global_step"
     )
     assert texts == [expected] * is_told
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_optimizer_that_is_given_as_a_part_of_the_loop_too_has_the_rate_of_the_script(
+    count: int, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FakeDaemon(folder):
+        for rate in (0.01, 0.002):
+            model = net()
+            members = [torch.optim.AdamW(layers.parameters(), lr=rate) for layers in (model[:1], model[1:])]
+            members = members if count > 1 else [make(model, lr=rate)]  # type: ignore[list-item]
+            stateful = {f"optimizer {number}": member for number, member in enumerate(members)}
+            with diloco_node.attach(model, members, stateful=stateful) as diloco:
+                assert [member.param_groups[0]["lr"] for member in members] == [rate] * count
+                assert sum(len(member.state) for member in members) == (0 if rate == 0.01 else 6)
+                for member in members:
+                    train(model, member, diloco)
+    assert "optimizer: lr is 0.002 as the script sets it, not 0.01 as in the checkpoint" in caplog.messages
+    assert "in stateful" not in caplog.text

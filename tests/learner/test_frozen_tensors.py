@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import diloco_node
 from diloco_node.learner import frozen_tensors
 from diloco_node.learner.frozen_tensors import _figures
+from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.wire.frozen_listing import frozen_difference
 from tests.kit.fake_daemon import FakeDaemon
 
@@ -135,3 +136,10 @@ def test_a_type_that_nobody_knows_is_not_compared(folder: Path) -> None:
     model[1].bias.requires_grad_(False)
     other[1].requires_grad_(False)
     assert difference(folder, model, other) == ""
+
+
+def test_a_frozen_weight_that_is_somewhere_else_has_no_values_in_a_state() -> None:
+    """As where a library holds the base on a disk between two forward passes."""
+    model = nn.Sequential(nn.Linear(2, 2, device="meta").requires_grad_(False), nn.Linear(2, 2))
+    state = ModelTensors(model).host_state(is_whole=False, is_kept=True)
+    assert {name: value.is_meta for name, value in state.items()} == {"0.weight": True, "0.bias": True}

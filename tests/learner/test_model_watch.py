@@ -284,3 +284,26 @@ def test_a_lazy_layer_is_named(folder: Path) -> None:
             diloco_node.attach(model, make(model[0]))
         model(torch.randn(4, 6))
         diloco_node.attach(model, make(model)).close()
+
+
+class Factorised(nn.Embedding):
+    """Makes its weight of two factors."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 6, max_norm=1.0)
+        del self.weight
+        self.left, self.right = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 6))
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.left[index] @ self.right
+
+
+def test_an_embedding_without_a_weight_of_its_own_is_a_layer_like_others(folder: Path) -> None:
+    model = Factorised()
+    optimizer = make(model)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        for _ in range(2):
+            model(torch.arange(4)).square().mean().backward()
+            optimizer.step()
+            diloco.step(tokens=4)
+        assert sum(vector.size for vector in daemon.theta) == 28

@@ -1,11 +1,17 @@
+import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import diloco_node
+from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.optimizer_parts import Kept, OptimizerParts
+from diloco_node.wire.learner_link import Warned
+from tests.kit.fake_daemon import FakeDaemon
 
 
 def quantized_optimizer() -> Any:
@@ -46,3 +52,92 @@ def test_moments_of_eight_bits_are_refused_by_an_optimizer_that_would_take_them_
     kept.rest["kind"] = "SGD"
     with pytest.raises(ValueError, match="a OptimState8bit was kept, which this optimizer does not make"):
         OptimizerParts(plain).restore([kept])
+
+
+class Wide(torch.optim.Optimizer):
+    """Has moments and counts of types of its own, lists of them as SOAP has, and a type among its settings."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01, moment_type: torch.dtype = torch.float32) -> None:
+        super().__init__(parameters, {"lr": lr, "moment_type": moment_type})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["mean"] = torch.zeros_like(parameter, dtype=group["moment_type"])
+                    state["count"] = torch.zeros(2, dtype=torch.int64)
+                    state["signs"] = torch.zeros_like(parameter, dtype=torch.uint8)
+                    state["sides"] = [[], torch.zeros(3), (torch.zeros(2), 0.5)]
+                    state["sums"] = ("ab,b->a", {1: "a"})
+                state["mean"].lerp_(parameter.grad.to(group["moment_type"]), 0.001)
+                state["count"] += 16_777_217
+                state["signs"].copy_(parameter.grad > 0)
+                for side in (state["sides"][1], state["sides"][2][0]):
+                    side += 1.0 / 3.0
+                parameter.add_(state["mean"].to(parameter.dtype), alpha=-group["lr"])
+
+
+def wide(dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Sequential, Wide]:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)).to(dtype)
+    return model, Wide(model.parameters())
+
+
+def pull(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.linspace(-1.0, 1.0, parameter.numel()).view(parameter.shape).to(parameter.dtype)
+    optimizer.step()
+
+
+def leaves(optimizer: torch.optim.Optimizer) -> list[Any]:
+    states = [sorted(optimizer.state[key].items()) for key in optimizer.param_groups[0]["params"]]
+    return torch.utils._pytree.tree_leaves(states)
+
+
+@pytest.mark.no_device("its counts are of the host")
+def test_a_state_comes_back_in_its_own_types_and_with_its_lists(folder: Path) -> None:
+    model, optimizer = wide()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(model, optimizer) as diloco:
+            for _ in range(3):
+                pull(model, optimizer)
+                diloco.step(tokens=4)
+            diloco.checkpoint()
+            expected = copy.deepcopy(leaves(optimizer))
+        assert not [message for message in daemon.said if isinstance(message, Warned)]
+        again, fresh = wide()
+        with diloco_node.attach(again, fresh) as diloco:
+            assert fresh.param_groups[0]["moment_type"] is torch.float32
+            assert fresh.state[again[0].weight]["sums"] == ("ab,b->a", {1: "a"})  # type: ignore[index]
+            pairs = list(zip(expected, leaves(fresh), strict=True))
+            assert {type(old) for old, _ in pairs} == {torch.Tensor, float, str}
+            for old, new in pairs:
+                if isinstance(old, torch.Tensor):
+                    assert (new.dtype, new.tolist()) == (old.dtype, old.tolist())
+                else:
+                    assert new == old
+            pull(again, fresh)
+            diloco.step(tokens=4)
+
+
+@pytest.mark.no_device("its counts are of the host")
+def test_moments_are_of_the_type_that_the_script_has_given_its_model_since() -> None:
+    model, optimizer = wide(torch.float32)
+    pull(model, optimizer)
+    other, fresh = wide()
+    OptimizerParts(fresh, ModelTensors(other)).restore([OptimizerParts(optimizer, ModelTensors(model)).keep()])
+    assert {state["mean"].dtype for state in fresh.state.values()} == {torch.bfloat16}
+
+
+@pytest.mark.no_device("its counts are of the host")
+def test_a_type_that_nobody_knows_is_left_to_the_optimizer() -> None:
+    """As in a file that was written before types were kept."""
+    model, optimizer = wide()
+    pull(model, optimizer)
+    kept = OptimizerParts(optimizer, ModelTensors(model)).keep()
+    del kept.rest["types"]
+    other, fresh = wide()
+    OptimizerParts(fresh, ModelTensors(other)).restore([kept])
+    assert {state["mean"].dtype for state in fresh.state.values()} == {torch.bfloat16}

@@ -1,4 +1,4 @@
-"""What `attach` takes as optimizer: one, several as one, and none whose state it can't keep."""
+"""What `attach` takes: models, rules by their words, and optimizers, but none whose state it can't keep."""
 
 import pytest
 import torch
@@ -147,3 +147,19 @@ def test_what_is_no_optimizer_and_several_with_auto_are_refused() -> None:
         diloco_node.attach(model, parts, step="auto")
     with pytest.warns(UserWarning, match="training alone"):
         diloco_node.attach(model, [parts[0]], step="auto").close()
+
+
+def test_what_is_no_model_is_named() -> None:
+    model, parts = model_and_optimizers()
+    for given, kind in ((model.parameters(), "Parameter"), ({"generator": model}, "str"), ([model, parts[0]], "AdamW")):
+        with pytest.raises(LearnerError, match=rf"was given a {kind} as its model: give an nn\.Module, or a list"):
+            diloco_node.attach(given, parts)  # type: ignore[arg-type]
+
+
+def test_a_rule_may_be_a_word_and_another_word_is_refused() -> None:
+    model, _ = model_and_optimizers()
+    tensors = ModelTensors(model, merge={"0.weight": "avg", "0.bias": "rda"})  # type: ignore[dict-item]
+    rules = {spec.name: spec.merge.value for spec in tensors.specs}
+    assert rules == {"0.weight": "avg", "0.bias": "rda", "1.weight": "rda", "1.bias": "rda"}
+    with pytest.raises(LearnerError, match=r"""merge: 'mean' is no rule: give "avg", or "rda" for the run's own"""):
+        ModelTensors(model, merge={"0.weight": "mean"})  # type: ignore[dict-item]

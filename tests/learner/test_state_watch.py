@@ -48,6 +48,29 @@ def test_moments_that_are_emptied_after_attach_are_told_once(
         assert text.startswith("AdamW has fewer moments than after its last step, or attach(), as state.clear() leaves")
 
 
+class Rateless(torch.optim.SGD):
+    """Finds its rate by itself, as Adafactor does: the group has None."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01, momentum=0.9)
+        self.param_groups[0]["lr"] = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0]["lr"] = 0.01
+        super().step()
+        self.param_groups[0]["lr"] = None
+
+
+def test_an_optimizer_without_a_rate_that_is_loaded_after_attach_is_told(folder: Path) -> None:
+    model = net()
+    optimizer = Rateless(model.parameters())
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer) as diloco:
+        train(model, optimizer, diloco, 2)
+        optimizer.load_state_dict(optimizer.state_dict())
+        train(model, optimizer, diloco)
+        assert "settings such as lr (now None), are those that were loaded" in daemon.wait_for(Warned).text
+
+
 SCHEDULES: list[Callable[[torch.optim.Optimizer], Any]] = [
     lambda optimizer: lr_scheduler.StepLR(optimizer, 5),
     lr_scheduler.ReduceLROnPlateau,

@@ -29,8 +29,12 @@ UNSAVED: Final = frozenset({"_checkpoint_wrapped_module", "_original_module"})
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module below DistributedDataParallel and torch.compile. Wrappers of parts of it stay.
 
-    Raises LearnerError: it is, or has, a module of TorchScript.
+    Raises LearnerError: it is no module, or is or has one of TorchScript.
     """
+    if not isinstance(model, nn.Module):
+        raise LearnerError(
+            f"attach() was given a {type(model).__name__} as its model: give an nn.Module, or a list of them"
+        )
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise LearnerError("a TorchScript module can't be followed: attach the model that it was made from, unscripted")
     while True:

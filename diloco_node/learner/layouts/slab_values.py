@@ -17,7 +17,9 @@ SAMPLE_VALUES: Final = 1024
 
 def host_copy(value: Any) -> Any:
     """Return a copy: of a tensor on the CPU and without its graph, of another object as `copy.deepcopy` makes it."""
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+    if isinstance(value, Tensor):  # frozen weights that are somewhere else between two forward passes have no values
+        return value.detach() if value.is_meta else value.detach().to("cpu", copy=True)
+    return copy.deepcopy(value)
 
 
 def host_values(*shape: int) -> Tensor:

@@ -145,7 +145,8 @@ class ModelTensors:
         self.marks: dict[str, str] = {}
         specs = []
         modules = self.model.modules()
-        embeddings = {module.weight for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
+        kinds = nn.Embedding, nn.EmbeddingBag  # a script's own may have none, or compute it
+        embeddings = {module._parameters.get("weight") for module in modules if isinstance(module, kinds)}
         # A module at two places is not tied: one may be its compiled form, which another region does without.
         uses = Counter(id(tensor) for module in self.model.modules() for tensor in module._parameters.values())
         trainable, self.unknown = _buffers(self.model, buffers)
@@ -168,7 +169,7 @@ class ModelTensors:
             is_at_an_end = parameter in embeddings or any(map(_is_named_averaged, names))
             if is_at_an_end and parameter.dim() == MATRIX and not set(names) & set(untied):
                 self.marks[names[0]] = _mark(local_part(parameter))
-            rule = next((merge[name] for name in names if name in merge), None)
+            rule = next((_rule(merge[name]) for name in names if name in merge), None)
             if rule is None:
                 is_averaged = is_at_an_end or names[0] in trainable or uses[id(parameter)] > 1
                 rule = MergeRule.AVG if is_averaged else MergeRule.RDA
@@ -395,6 +396,13 @@ def _buffers(model: nn.Module, patterns: Sequence[str]) -> tuple[dict[str, Tenso
             unknown[f"buffers {pattern}"] = f"buffers: {pattern!r} fits no buffer of the model; it has {all_names}"
         matches |= fitting
     return matches, unknown
+
+
+def _rule(value: str) -> MergeRule:
+    try:
+        return MergeRule(value)
+    except ValueError as error:
+        raise LearnerError(f'merge: {value!r} is no rule: give "avg", or "rda" for the run\'s own') from error
 
 
 def _mark(values: Tensor) -> str:
