@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import diloco_node
+from diloco_node.learner import boundary as boundary_module
 from diloco_node.learner.checkpoint import newest_first
+from diloco_node.learner.process_signals import STOP_VARIABLE
 from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, MemoryStore, PlaceMark, request_area
 from diloco_node.wire.learner_link import Failed, Leaving
 from tests.kit.fake_daemon import Done, FakeDaemon
@@ -65,8 +67,8 @@ def test_all_ranks_leave_at_one_boundary_with_their_checkpoint(
     ):
         answers = [json.loads(answer) for answer in ranks.answers()]  # type: ignore[arg-type]
         steps = (5 if victims == "1" else 4) + (loop == "goes on")
-        others = "SystemExit " if loop == "goes on" else ""
-        ends = [f"SystemExit {code}" if str(rank) == victims[0] else others for rank in range(2)]
+        exits, others = (victims, "SystemExit ") if loop == "goes on" else (victims[0], "")
+        ends = [f"SystemExit {code}" if str(rank) in exits else others for rank in range(2)]
         assert any(isinstance(message, Leaving) for message in daemon.said), "its last steps were offered"
         assert answers == [{"steps": steps, "end": end, "is_interrupted": True} for end in ends]
         assert {(name.step, name.place.rank) for name in newest_first(tmp_path / "learner" / "checkpoints")} >= {
@@ -114,8 +116,12 @@ def test_an_exit_within_a_step_waits_for_its_end(folder: Path, code: int) -> Non
 
 
 @pytest.mark.timeout(60)
-def test_a_stop_that_comes_once_more_while_the_last_steps_are_merged_ends_nothing(folder: Path) -> None:
+def test_a_stop_that_comes_once_more_while_the_last_steps_are_merged_ends_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the group, and passed on by the supervisor: the script's handler exits each time."""
+    monkeypatch.setenv(STOP_VARIABLE, "100")
+    monkeypatch.setattr(boundary_module, "LEAVE_PATIENCE_S", 1.5)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     model = net()
     optimizer = make(model)
