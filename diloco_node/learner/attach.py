@@ -366,7 +366,7 @@ class Diloco(LoopView):
     def close(self) -> None:
         """Leave: all ranks. A finished run's parameters come into the model, the last checkpoint is written.
 
-        What a handler of the script's has raised at a stop signal meanwhile, or had to wait with, is raised at the end.
+        An exit by a handler of the script's that came meanwhile, or had to wait, is raised at the end.
         """
         session, boundaries = self._session, self._boundaries
         with self._terminate.leaving():

@@ -29,13 +29,17 @@ STOP_S_DEFAULT: Final = 20.0
 LEAVE_SHARE: Final = 0.8
 """Share of these seconds in which a learner waits for a merge of its last steps; the rest is for what it closes."""
 
+_Handler = Callable[[int, FrameType | None], object]
+
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Schedulers and spot notices send them. A script that has a handler for one may leave with exit code 0."""
 
-ENDING_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Who ends a session, or all processes of a job, sends any of them, or several."""
-
-DEFAULTS: Final = (signal.SIG_DFL, signal.default_int_handler)
+DEFAULTS: Final[dict[int, _Handler | signal.Handlers]] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+"""Schedulers, and sessions that end, send any of them to all processes at once, or several."""
 
 AGAIN_S: Final = 2.0
 """A stop that comes so long after the one that waits is somebody who insists."""
@@ -46,8 +50,6 @@ STOP_LASTS_S: Final = 300.0
 log = logging.getLogger("diloco_node.learner")
 
 _PR_SET_PDEATHSIG: Final = 1
-
-_Handler = Callable[[int, FrameType | None], object]
 
 
 class TerminateFlag:
@@ -77,9 +79,9 @@ class TerminateFlag:
         if threading.current_thread() is not threading.main_thread():
             log.warning("attach() was called in a thread: SIGTERM is the script's, which has to leave the loop then")
         else:
-            for number in ENDING_SIGNALS:
-                if (handler := signal.getsignal(number)) in DEFAULTS:
-                    self._stand_in(number, handler)
+            for number, default in DEFAULTS.items():
+                if signal.getsignal(number) is default:
+                    self._stand_in(number, default)
         self.is_asked()
 
     def is_asked(self) -> bool:
@@ -145,15 +147,15 @@ class TerminateFlag:
         signal.signal(number, stand_in)
 
     def _handle(self, handler: _Handler | signal.Handlers, number: int, frame: FrameType | None) -> None:
-        now_s, is_own = time.monotonic(), os.getpid() == self._pid
+        now_s, is_own, is_default = time.monotonic(), os.getpid() == self._pid, handler is DEFAULTS.get(number)
         # Who insists, or has no time left, does not wait. One stop may be delivered twice.
         is_again = self._set_s is not None and now_s - self._set_s > AGAIN_S and handler is signal.default_int_handler
         if is_own:
             self._stop_s = now_s
-            if number == signal.SIGTERM or handler in DEFAULTS:
+            if number == signal.SIGTERM or is_default:
                 self.is_set, self._set_s = True, self._set_s or now_s
             self.note()
-            if handler in DEFAULTS and not is_again:
+            if is_default and not is_again:
                 return
         elif not callable(handler):
             # A process that the loop has forked: who ends a pool of workers waits until they are gone.
