@@ -38,7 +38,7 @@ from diloco_node.daemon.region_budget import changed_plan, plan_of_file
 from diloco_node.daemon.run_history import RunHistory
 from diloco_node.daemon.run_record import has_final_report, is_complete, run_record, set_final_aside
 from diloco_node.daemon.spec import NodeSpec
-from diloco_node.daemon.stopping import STOP_S_DEFAULT, limit_to_kill_s
+from diloco_node.daemon.stopping import STOP_S_DEFAULT, StopSignals, limit_to_kill_s, supervisor
 from diloco_node.daemon.work import Threads, in_thread
 from diloco_node.errors import ConfigError, PeersUnreachable, ProtocolViolation, StorageError
 from diloco_node.escaping import escaped_document
@@ -83,6 +83,7 @@ class Daemon:
         self._on_stop = on_stop
         # From the first reason to end on, if that is a signal: until a supervisor may kill this process.
         self._stop_s = STOP_S_DEFAULT
+        self._stop_signals = StopSignals(spec.region, self._is_learning, self._end_in_time)
         # The ledger, files and sums have threads of their own: a slow disk holds up no sum.
         self._threads = Threads.start()
         self._admission = Admission(spec.state_dir, self._threads.disk)
@@ -112,7 +113,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._end_in_time)
+            loop.add_signal_handler(number, self._stop_signals.take)
         loop.add_signal_handler(signal.SIGHUP, lambda: self.spawn(self._reload(), "reload"))
         registry = CollectorRegistry()
         registry.register(StatusCollector(self.status))
@@ -182,6 +183,10 @@ class Daemon:
         if error is not None:
             log.error("task broke", task=task.get_name())
             self.end(error)
+
+    def _is_learning(self) -> bool:
+        """Whether a learner is attached, and this daemon does not end anyway."""
+        return self.learner_server.is_attached and not (self._ended is None or self._ended.done())
 
     def _end_in_time(self) -> None:
         """End the process: who sent the signal may kill it soon."""
@@ -305,6 +310,7 @@ class Daemon:
         if self.node is not None:
             log.info("learner detached", region=self.spec.region, reason=reason)
             self.node.reception.on_detach()
+        self._stop_signals.learner_left()
 
     def status(self) -> dict[str, Any]:
         """The status document (docs/operate.md); also what report.json holds at the end."""
@@ -382,24 +388,24 @@ class Daemon:
 
     def start_learner(self) -> str:
         """Have the supervisor start a learner that it has stopped, or that waits. Raises ConfigError."""
-        supervisor = _supervisor()
-        if supervisor is None or not self.learner_process:
+        pid = supervisor()
+        if pid is None or not self.learner_process:
             raise ConfigError("this region's learner is not started by `diloco-node start`: start it where it runs")
         state = str(self.learner_process["state"])
         if state == "running":
             raise ConfigError("the learner runs already; a process that hangs is found and started again by itself")
-        os.kill(supervisor, signal.SIGUSR1)
+        os.kill(pid, signal.SIGUSR1)
         self.notes.add(Note("learner", f"an operator starts the learner, which was {state}"))
         return state
 
     def drain(self) -> None:
         """Stop this region in order: its learner first, with its last steps merged; then this daemon."""
         self.notes.add(Note("learner", "an operator stops this region"))
-        supervisor = _supervisor()
-        if supervisor is None:
+        pid = supervisor()
+        if pid is None:
             self.end()
         else:
-            os.kill(supervisor, signal.SIGTERM)
+            os.kill(pid, signal.SIGTERM)
 
     def set_budget(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Change it until the region starts again or reads its settings again. Raises ConfigError, StorageError."""
@@ -481,9 +487,3 @@ class Daemon:
         if self.node is None:
             raise PeersUnreachable(f"{self.spec.region} has no links yet: it {self._facts()['reason']}")
         return await self.node.measure(document, on_progress, on_partial)
-
-
-def _supervisor() -> int | None:
-    """The process that has started this one and keeps it; None where that is no supervisor."""
-    parent = os.getppid()
-    return parent if os.environ.get("DILOCO_SUPERVISOR_PID") == str(parent) else None

@@ -1,4 +1,4 @@
-"""A daemon that stops does stop.
+"""A daemon that stops waits for its learner, and does stop.
 
 All that must last is on the disk before it stops; the rest only closes things. If that does not end, the log says what
 is still under way, and the process ends with the exit code that it was to have.
@@ -9,11 +9,16 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import os
+import signal
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 import structlog
+
+from diloco_node.supervisor.supervisor_spec import LEARNER_SHARE
 
 STOP_VARIABLE: Final = "DILOCO_DAEMON_STOP_S"
 """Set by the supervisor: seconds from the daemon's SIGTERM to its SIGKILL."""
@@ -30,6 +35,9 @@ DRAIN_SHARE: Final = 0.4
 ADMIN_SHARE: Final = 0.15
 """Share of these seconds for the admin port's last requests; files and links have the rest."""
 
+AGAIN_S: Final = 2.0
+"""One stop may come twice, to all processes and passed on by another. Later it is somebody who insists."""
+
 log = structlog.get_logger()
 
 
@@ -39,6 +47,56 @@ def limit_to_kill_s() -> float:
         return float(os.environ.get(STOP_VARIABLE, ""))
     except ValueError:
         return STOP_S_DEFAULT
+
+
+def supervisor() -> int | None:
+    """Return the process that has started this one and keeps it; None where that is no supervisor."""
+    parent = os.getppid()
+    return parent if os.environ.get("DILOCO_SUPERVISOR_PID") == str(parent) else None
+
+
+class StopSignals:
+    """SIGTERM and SIGINT of a daemon. With a learner attached, the daemon goes on until that has left: its last steps
+    are merged meanwhile. A supervisor stops one after the other; whoever stops a job may tell all processes at once.
+
+    has_learner: whether one is attached. end: called when the daemon is to stop.
+    """
+
+    def __init__(self, region: str, has_learner: Callable[[], bool], end: Callable[[], None]) -> None:
+        self._region, self._has_learner, self._end = region, has_learner, end
+        # Of the loop's clock: the first one.
+        self._first_s: float | None = None
+        # Ends the wait for the learner; None: nobody waits.
+        self._timer: asyncio.TimerHandle | None = None
+
+    def take(self) -> None:
+        """Hear one."""
+        loop = asyncio.get_running_loop()
+        if self._first_s is None:
+            self._first_s = loop.time()
+            if self._has_learner():
+                limit_s = limit_to_kill_s() * LEARNER_SHARE / (1.0 - LEARNER_SHARE)
+                log.info("told to stop, waits for its learner", region=self._region, seconds=limit_s)
+                self._timer = loop.call_later(limit_s, self._stop)
+                if (pid := supervisor()) is not None:  # the learner may not have been told
+                    with suppress(OSError):
+                        os.kill(pid, signal.SIGTERM)
+                return
+        if self._timer is None or loop.time() - self._first_s >= AGAIN_S:
+            self._stop()
+
+    def learner_left(self) -> None:
+        """Stop, if that was all that was waited for."""
+        if self._timer is not None:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            if self._has_learner():
+                log.warning("stops before its learner has left: its last steps may be lost", region=self._region)
+        self._end()
 
 
 class StopDeadline:

@@ -230,5 +230,7 @@ def _leave_at_exit(pid: int, reference: weakref.ref[DilocoCallback]) -> None:
     ):  # others may be in the middle of a step
         try:
             callback.fail(SystemExit())
+        except (SystemExit, KeyboardInterrupt):  # the stop came once more, and waited
+            pass
         except BaseException as error:  # noqa: BLE001 - threads that others are to end would be waited for
             log.error("the last steps may be in no checkpoint and no merge: %s", error)

@@ -56,7 +56,7 @@ from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.several_optimizers import OptimizerArgument, as_one, parameters_of
 from diloco_node.learner.tensor_forms import check_apart
 from diloco_node.learner.token_check import TokenCheck, whole_tokens
-from diloco_node.wire.learner_link import Done, Failed, Report
+from diloco_node.wire.learner_link import Done, Failed
 
 log = logging.getLogger("diloco_node.learner")
 
@@ -229,9 +229,8 @@ class Diloco(LoopView):
         self, tokens: int, loss: Tensor | float | None, grad_norm: Tensor | float | None, started_ns: int
     ) -> None:
         self._check_open("step()")
-        self._terminate.exit_late(are_told=self.should_stop and self.steps > 1)
         self._saves.step()
-        session = self._session
+        session, is_told = self._session, self.should_stop and self.steps > 1
         if session is not None:
             session.timer.stepped(started_ns)
             session.run_clock.stepped()
@@ -239,10 +238,14 @@ class Diloco(LoopView):
             self._losses.check(session.run_clock.global_step, self._warn)
         assert self._boundaries is not None and self._watch is not None  # noqa: PT018 - no test
         with self._boundaries.whole():
-            self.tokens += self._crossed(self._boundaries.cross_step(tokens, self._watch.check)).tokens
+            boundary = self._crossed(self._boundaries.cross_step(tokens, self._watch.check))
+            self.tokens += boundary.tokens
             self._watch.note_writes(self._boundaries.fragments.applied)
         if session is not None and session.is_report_due(started_ns):
             self._report(session)
+        if is_told and boundary.has_exit:  # the loop does not look at should_stop: all ranks leave here
+            self.close()
+            raise SystemExit
 
     def _crossed(self, boundary: Boundary) -> Boundary:
         """Show the loop what the ranks agreed on."""
@@ -265,17 +268,7 @@ class Diloco(LoopView):
             raise LearnerError(f"{call} after the `with` block, after close(), or in a child: no learner is here")
 
     def _report(self, session: LearnerSession) -> None:
-        session.report(
-            Report(
-                step=session.fragments.step,
-                tokens=session.fragments.tokens,
-                loss=self._losses.loss.newest(),
-                step_time_ns=session.timer.average_ns,
-                blocked_ns=self._blocked_ns,
-                global_step=self.global_step,
-                **self._held_out.fields,
-            )
-        )
+        session.report(self._losses.loss.newest(), self._blocked_ns, self.global_step, **self._held_out.fields)
 
     def busy(self, activity: str, *, at_most_s: float = BUSY_MAX_S) -> contextlib.AbstractContextManager[None]:
         """Announce a pause without steps: `with diloco.busy("evaluation"):`. Before `at_most_s` it is no hang.
@@ -364,48 +357,50 @@ class Diloco(LoopView):
             finally:
                 self._close(None)
         if error is None or self._terminate.is_orderly(error, is_alone=self._ranks.size == 1):
-            self.close()
-            return self._terminate.exit_late(are_told=True)
+            return self.close()
         if self._session is not None and self._wish.reason and not self._is_closed:
             self._session.want_end(self._wish.reason)
         self._fail(error)
 
     @USABLE
     def close(self) -> None:
-        """Leave: all ranks. A finished run's parameters come into the model, the last checkpoint is written."""
+        """Leave: all ranks. A finished run's parameters come into the model, the last checkpoint is written.
+
+        An exit by a handler of the script's that came meanwhile, or had to wait, is raised at the end.
+        """
         session, boundaries = self._session, self._boundaries
-        self._terminate.leave()
-        if boundaries is None or self._is_closed:
-            return self._close(None)
-        if boundaries.is_crossing.is_set() or self._refusal is not None:  # half a merge is no checkpoint, and no result
-            return self._fail(self._refusal or LearnerError("a step() did not come to its end"))
-        try:
-            foreign = self._watch.foreign_write() if self._watch is not None else ""
-            has_result = end_on_final(boundaries, foreign)
-            if is_leaving := boundaries.are_leaving(self.should_stop):
-                self._save(partial(self._checkpoints.begin, are_idle=boundaries.are_idle()))  # written meanwhile
-                if session is not None:
-                    self._report(session)  # rounds are opened for the steps that were reported
-                    if foreign and session.has_unmerged_steps:
+        with self._terminate.leaving():
+            if boundaries is None or self._is_closed:
+                return self._close(None)
+            if boundaries.is_crossing.is_set() or self._refusal is not None:  # half a merge is no result
+                return self._fail(self._refusal or LearnerError("a step() did not come to its end"))
+            try:
+                foreign = self._watch.foreign_write() if self._watch is not None else ""
+                has_result = end_on_final(boundaries, foreign)
+                if is_leaving := boundaries.are_leaving(self.should_stop):
+                    self._save(partial(self._checkpoints.begin, are_idle=boundaries.are_idle()))  # written meanwhile
+                    if session is not None:
+                        self._report(session)  # rounds are opened for the steps that were reported
+                        if foreign and session.has_unmerged_steps:
+                            self._warn(foreign)
+                    for boundary in boundaries.leave(0.0 if foreign else self._terminate.deadline_s):
+                        self._crossed(boundary)
+                self._save(self._checkpoints.finish if is_leaving else self._checkpoints.save_now)
+                if is_leaving:
+                    boundaries.tell_written()
+                    was_over = self.should_stop and not self.is_interrupted
+                    self.is_interrupted = not is_at_end(boundaries, was_over, has_result)
+                elif session is not None:
+                    if foreign and not has_result:
                         self._warn(foreign)
-                for boundary in boundaries.leave(0.0 if foreign else self._terminate.deadline_s):
-                    self._crossed(boundary)
-            self._save(self._checkpoints.finish if is_leaving else self._checkpoints.save_now)
-            if is_leaving:
-                boundaries.tell_written()
-                was_over = self.should_stop and not self.is_interrupted
-                self.is_interrupted = not is_at_end(boundaries, was_over, has_result)
-            elif session is not None:
-                if foreign and not has_result:
-                    self._warn(foreign)
-                self.is_interrupted = session.stop_reason is None and (self.should_stop or self._terminate.is_set)
-        except BaseException as error:
-            self._fail(error)
-            raise
-        if session is None or self._is_closed or self.is_interrupted:
-            return self._close(None)
-        counts = session.fragments.step, session.fragments.tokens
-        self._close(Done(*counts, blocked_ns=self._blocked_ns, **self._held_out.fields))
+                    self.is_interrupted = session.stop_reason is None and (self.should_stop or self._terminate.is_set)
+            except BaseException as error:
+                self._fail(error)
+                raise
+            if session is None or self._is_closed or self.is_interrupted:
+                return self._close(None)
+            counts = session.fragments.step, session.fragments.tokens
+            self._close(Done(*counts, blocked_ns=self._blocked_ns, **self._held_out.fields))
 
     def _fail(self, error: BaseException) -> None:
         last = failure(error)

@@ -159,7 +159,14 @@ class StepBoundaries:
         """Whether the ranks stop, for good or because some process was asked to, and can meet. All call it."""
         if self.ranks.can_meet:
             self.checkpoints.choose_keepers()  # for the last one
-        return self.ranks.can_meet and (is_stopping or self.are_asked_to_stop())
+            return is_stopping or self.are_asked_to_stop()
+        is_stopping |= self.terminate.is_asked()
+        if is_stopping and self.session is not None and self.session.has_unmerged_steps:
+            self.warn(
+                "the last steps of this learner are in no merge: torch.distributed.destroy_process_group() was called "
+                "before the end of the `with` block, or before close()"
+            )
+        return False
 
     def are_idle(self) -> bool:
         """Whether all ranks could write a checkpoint now. All call it."""
@@ -199,6 +206,7 @@ class StepBoundaries:
             checkpoints.written_step,
             bool(self.wish.reason),
             session is not None and bool(session.hold_reason),
+            self.terminate.has_exit,
         )
 
     def _carry_out(self, boundary: Boundary, orders: Orders) -> list[Answer]:

@@ -362,10 +362,20 @@ class LearnerSession:
             self._denied = answer
         self.link.send(answer)
 
-    def report(self, report: Report) -> None:
+    def report(self, loss: float | None, blocked_ns: int, global_step: int, **held_out: Any) -> None:
         """Tell the daemon how the step went."""
-        self.link.send(report)
-        self._note_news(report.step)
+        self.link.send(
+            Report(
+                step=self.fragments.step,
+                tokens=self.fragments.tokens,
+                loss=loss,
+                step_time_ns=self.timer.average_ns,
+                blocked_ns=blocked_ns,
+                global_step=global_step,
+                **held_out,
+            )
+        )
+        self._note_news(self.fragments.step)
 
     def want_end(self, reason: str) -> None:
         """Tell the daemon, and those after it, that the script wants the run to end."""

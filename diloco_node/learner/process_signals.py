@@ -29,8 +29,17 @@ STOP_S_DEFAULT: Final = 20.0
 LEAVE_SHARE: Final = 0.8
 """Share of these seconds in which a learner waits for a merge of its last steps; the rest is for what it closes."""
 
+_Handler = Callable[[int, FrameType | None], object]
+
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Schedulers and spot notices send them. A script that has a handler for one may leave with exit code 0."""
+
+DEFAULTS: Final[dict[int, _Handler | signal.Handlers]] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+"""Schedulers, and sessions that end, send any of them to all processes at once, or several."""
 
 AGAIN_S: Final = 2.0
 """A stop that comes so long after the one that waits is somebody who insists."""
@@ -42,21 +51,20 @@ log = logging.getLogger("diloco_node.learner")
 
 _PR_SET_PDEATHSIG: Final = 1
 
-_Handler = Callable[[int, FrameType | None], object]
-
 
 class TerminateFlag:
-    """SIGTERM asks the loop to end at a boundary. Handlers of the script are called as well.
+    """SIGTERM, SIGINT and SIGHUP ask the loop to end at a boundary. Handlers of the script are called as well.
 
-    is_set: it came, or the script leaves its loop for another stop signal. note: called at each, in its handler.
-    is_holding: an exit by a handler of the script's waits: for the end of a boundary or, where there are other ranks,
-    which may be in the middle of a step, until all of them know that they are to leave.
+    is_set: one came, or the script leaves its loop for another stop signal. note: called at each, in its handler.
+    is_holding: an exit by a handler of the script's waits: for the end of a boundary, for the last merge or, where
+    there are other ranks, which may be in the middle of a step, until all of them know that they are to leave.
+    has_exit: an exit waits.
     """
 
     def __init__(self) -> None:
-        self.is_set = self.is_holding = self._is_pending = False
+        self.is_set = self.is_holding = self.has_exit = False
         self.note: Callable[[], None] = lambda: None
-        # Monotonic: when SIGTERM came first, and the last stop signal.
+        # Monotonic: when one of the three came first, and the last stop signal.
         self._set_s: float | None = None
         self._held_s = -math.inf  # when the exit came that waits
         self._stop_s = -math.inf
@@ -67,15 +75,17 @@ class TerminateFlag:
         self._exit: BaseException | None = None
 
     def install(self) -> None:
-        """Take SIGTERM, and stand in for the script's handlers of stop signals."""
+        """Take the signals that would end the process, and stand in for the script's handlers of stop signals."""
         if threading.current_thread() is not threading.main_thread():
             log.warning("attach() was called in a thread: SIGTERM is the script's, which has to leave the loop then")
-        elif signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._stand_in(signal.SIGTERM, signal.SIG_DFL)
+        else:
+            for number, default in DEFAULTS.items():
+                if signal.getsignal(number) is default:
+                    self._stand_in(number, default)
         self.is_asked()
 
     def is_asked(self) -> bool:
-        """Whether SIGTERM has come. Handlers that the script has set meanwhile are stood in for from now on."""
+        """Whether one of them has come. Handlers that the script has set meanwhile are stood in for from now on."""
         if threading.current_thread() is threading.main_thread() and os.getpid() == self._pid:
             for number in STOP_SIGNALS:
                 handler = signal.getsignal(number)
@@ -88,7 +98,7 @@ class TerminateFlag:
 
     @property
     def has_stop(self) -> bool:
-        """Whether SIGTERM came, or of late another stop signal that the script handles."""
+        """Whether one of the three came, or of late another stop signal that the script handles."""
         return self._set_s is not None or time.monotonic() - self._stop_s < STOP_LASTS_S
 
     def is_orderly(self, error: BaseException, *, is_alone: bool) -> bool:
@@ -100,9 +110,16 @@ class TerminateFlag:
             return is_alone
         return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
 
-    def leave(self) -> None:
-        """Take a stop signal for the reason why the script leaves its loop."""
+    @contextlib.contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Take a stop signal for the reason why the script leaves its loop. Exit at the end if an exit waits."""
         self.is_set |= self.has_stop
+        self.is_holding = True
+        try:
+            yield
+        finally:
+            self.is_holding = False
+        self.exit_late()
 
     @property
     def deadline_s(self) -> float:
@@ -130,11 +147,16 @@ class TerminateFlag:
         signal.signal(number, stand_in)
 
     def _handle(self, handler: _Handler | signal.Handlers, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._pid:
-            self._stop_s = time.monotonic()
-            if number == signal.SIGTERM:
-                self.is_set, self._set_s = True, self._set_s or self._stop_s
+        now_s, is_own, is_default = time.monotonic(), os.getpid() == self._pid, handler is DEFAULTS.get(number)
+        # Who insists, or has no time left, does not wait. One stop may be delivered twice.
+        is_again = self._set_s is not None and now_s - self._set_s > AGAIN_S and handler is signal.default_int_handler
+        if is_own:
+            self._stop_s = now_s
+            if number == signal.SIGTERM or is_default:
+                self.is_set, self._set_s = True, self._set_s or now_s
             self.note()
+            if is_default and not is_again:
+                return
         elif not callable(handler):
             # A process that the loop has forked: who ends a pool of workers waits until they are gone.
             signal.signal(number, signal.SIG_DFL)
@@ -143,15 +165,14 @@ class TerminateFlag:
             try:
                 handler(number, frame)
             except (SystemExit, KeyboardInterrupt) as error:
-                self._exit, now_s = error, time.monotonic()
-                # Who insists, or has no time left, does not wait. One stop may be delivered twice.
-                is_again = self._is_pending and now_s - self._held_s > AGAIN_S
-                if not self.is_holding or is_again or self.is_late() or os.getpid() != self._pid:
-                    self._is_pending = False
+                self._exit = error
+                is_again |= self.has_exit and now_s - self._held_s > AGAIN_S
+                if not self.is_holding or is_again or self.is_late() or not is_own:
+                    self.has_exit = False
                     raise
-                if not self._is_pending:
+                if not self.has_exit:
                     self._held_s = now_s
-                self.is_set = self._is_pending = True
+                self.is_set = self.has_exit = True
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -162,12 +183,12 @@ class TerminateFlag:
         finally:
             self.is_holding = was_holding
         if self._exit is not before and not was_holding:
-            self.exit_late(are_told=True)
+            self.exit_late()
 
-    def exit_late(self, *, are_told: bool) -> None:
-        """Exit as a handler of the script's wanted to, once all ranks know that they are to leave."""
-        if are_told and self._is_pending and self._exit is not None:
-            self._is_pending = False
+    def exit_late(self) -> None:
+        """Exit as a handler of the script's wanted to, if that waits."""
+        if self.has_exit and self._exit is not None:
+            self.has_exit = False
             raise self._exit
 
     def restore(self) -> None:

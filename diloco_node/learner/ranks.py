@@ -65,6 +65,7 @@ class Boundary:
         written_step: of the last checkpoint, when this rank and all others have written it; else -1.
         wants_end: the script of some rank wants the run to end.
         is_held: further steps are of no use now.
+        has_exit: a handler of some rank's script wants to exit.
     """
 
     tokens: int
@@ -78,6 +79,7 @@ class Boundary:
     written_step: int = -1
     wants_end: bool = False
     is_held: bool = False
+    has_exit: bool = False
 
 
 @contextmanager
@@ -188,8 +190,8 @@ class Ranks:
     def agree(self, boundary: Boundary, *, fragments: int) -> Boundary:
         """Add up what the ranks bring to a boundary of P fragments. Raises LearnerError: another rank is gone.
 
-        boundary: of each rank `tokens`, `is_stopping`, `arrived`, `is_idle`, `written_step` and `wants_end`; the others
-        are rank 0's.
+        boundary: of each rank `tokens`, `is_stopping`, `arrived`, `is_idle`, `written_step`, `wants_end`, and
+        `has_exit`; the others are rank 0's.
         """
         if self.size == 1:
             return boundary
@@ -205,11 +207,12 @@ class Ranks:
             1 + boundary.written_step,
             boundary.wants_end,
             boundary.is_held,
+            boundary.has_exit,
         )
         values = torch.tensor([*map(int, head), *(int(f in boundary.arrived) for f in range(fragments))], device="cpu")
         with among_ranks():
             dist.all_reduce(values, group=self._group)
-        tokens, stops, orders, wishes, step, units, idle, written_step, ends, holds, *counts = values.tolist()
+        tokens, stops, orders, wishes, step, units, idle, written_step, ends, holds, exits, *counts = values.tolist()
         return Boundary(
             tokens,
             stops > 0,
@@ -222,6 +225,7 @@ class Ranks:
             boundary.written_step if written_step == self.size * (1 + boundary.written_step) else -1,
             ends > 0,
             holds > 0,
+            exits > 0,
         )
 
     def share_orders(self, orders: Orders) -> Orders:

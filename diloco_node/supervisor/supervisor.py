@@ -251,12 +251,13 @@ class _Supervisor:
     def _take(self, event: _Event) -> int | None:
         if event == signal.SIGHUP:
             self._wants_reload = True
+            self.say("signal SIGHUP: the region goes on, and reads its settings again")
             return None
         if event == signal.SIGUSR1:
             self._revive_learner()
             return None
         if isinstance(event, int):
-            self.say(f"signal {signal.Signals(event).name}: stopping")
+            self.say(f"signal {signal.Signals(event).name}: stopping, within {self._spec.stop_s:.0f} s")
             return 0
         if isinstance(event, ServerReady | ServerEnded):
             assert self._forks is not None

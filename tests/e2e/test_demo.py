@@ -76,7 +76,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
     return DemoRun(tmp_path_factory.mktemp("demo") / "run")
 
 
-def test_a_demo_that_is_interrupted_says_where_it_lies_and_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_demo_that_is_interrupted_says_where_it_lies_and_leaves_no_process(tmp_path: Path, number: int) -> None:
     words = ("demo", "--regions", "2", "--seconds", "600", "--folder", str(tmp_path / "run"))
     with subprocess.Popen(
         [*COMMAND, *words],
@@ -89,7 +90,7 @@ def test_a_demo_that_is_interrupted_says_where_it_lies_and_leaves_no_process(tmp
             while not (started := [*tmp_path.glob("run/*/supervisor.lock")]) and demo.poll() is None:
                 time.sleep(0.02)
             supervisors = DemoFile.load(tmp_path / "run").supervisors
-            demo.send_signal(signal.SIGINT)
+            demo.send_signal(number)
             said = demo.communicate(timeout=600)[1]
         finally:
             demo.kill()

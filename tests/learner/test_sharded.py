@@ -288,6 +288,17 @@ def test_a_script_that_ends_its_process_group_before_the_block_is_done(layout: s
         assert {(name.step, name.place.rank) for name in newest_first(folder)} >= {(2, 0), (2, 1)}
 
 
+def test_a_stop_whose_last_merge_an_ended_process_group_prevents_is_told(tmp_path: Path) -> None:
+    with Ranks(2) as ranks, MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path) as daemon:
+        ranks.attach("ddp", tmp_path)
+        for process in ranks.processes:
+            process.terminate()
+        ranks.ask(do="step", count=1)
+        ranks.ask(do="end_group")
+        ranks.ask(do="close")
+        assert "are in no merge: torch.distributed.destroy_process_group() was called" in daemon.wait_for(Warned).text
+
+
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "fsdp-masters"])
 def test_after_the_end_every_rank_holds_the_final_parameters(layout: str, groups: Groups, tmp_path: Path) -> None:
     with MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path) as daemon, groups.take(2) as ranks:

@@ -176,7 +176,9 @@ class Demo:
     async def run(self) -> int:
         """Run the demo to its end, an interrupt, or a failure of its own; return the exit code."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        # A session that ends: the regions have sessions of their own, and would train on. nohup ignores it.
+        hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+        for number in (signal.SIGINT, signal.SIGTERM, *hangup):
             loop.add_signal_handler(number, self.interrupted.set)
         try:
             if self.wan is not None:
