@@ -33,8 +33,8 @@ from diloco_node.core.types import Ballot, MergeRule
 
 Rows = tuple[tuple[float, ...], ...]
 
-WATCHED_AUDITS: Final = 16
-"""Who was wrong once may be so again: else it would excuse its sums for some 64 rounds after each pause."""
+PROBATION_AUDITS: Final = 16
+"""A region that was wrong once may be so again: else it would excuse its sums for some 64 rounds after each pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class PayloadAudit:
         self._is_on = context.settings.merge is not MergeRule.TRIMMED
         self._questions: dict[int, tuple[int, QuestionedPayload]] = {}
         # By region that was wrong, of how many of its next audits as reducer the rows are checked.
-        self._watched: Counter[str] = Counter()
+        self._probation: Counter[str] = Counter()
 
     def clear(self) -> None:
         """Forget all questions: this region leads no longer."""
@@ -133,9 +133,9 @@ class PayloadAudit:
         reasons = wrong_reducers(windows, projection, coefficients, rows)
         for place in lacking_rows(coefficients, rows) if are_rows_due(round_.nonces) else ():
             reasons[contributions[place].learner] = "it has not told its projections, which are due"
-        watched = [name for name in round_.reducers if self._watched[name] > 0]
-        self._watched.subtract(watched)
-        if not reasons and (watched or is_checked(round_.nonces)) and round_.reducers != (self._region,):
+        suspects = [name for name in round_.reducers if self._probation[name] > 0]
+        self._probation.subtract(suspects)
+        if not reasons and (suspects or is_checked(round_.nonces)) and round_.reducers != (self._region,):
             reasons[self._region] = "the rows of this audit are compared with the contributions"
         if reasons:
             payload = QuestionedPayload(cuts_of(round_.stripes), windows, projection, round_.decision, rows)
@@ -213,5 +213,5 @@ class PayloadAudit:
         ]
         wrong = wrong_reducers(question.windows, question.projection, question.decision.coefficients, truth)
         blames += [Blame(name, BallotRole.REDUCER, reason, is_proved=True) for name, reason in wrong.items()]
-        self._watched.update({blame.region: WATCHED_AUDITS - self._watched[blame.region] for blame in blames})
+        self._probation.update({blame.region: PROBATION_AUDITS - self._probation[blame.region] for blame in blames})
         self._judge.blame_all(round_, blames, now_ns=now_ns)
