@@ -92,7 +92,7 @@ class Small:
         for name, host in self.hosts.items():
             host.effects.handlers[ev.Note] = lambda note, name=name: self.notes.append((name, note))
             if isinstance(host, DaemonHost):
-                host._noted = host.effects.handlers[ev.Note]  # type: ignore[method-assign]
+                host._noted = host.effects.handlers[ev.Note]  # type: ignore[assignment, method-assign]
         self.sim.start()
 
     def go(self, seconds: float) -> None:
