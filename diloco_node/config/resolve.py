@@ -275,7 +275,8 @@ def _check_whole(config: NodeConfig) -> None:
     _check_addresses(config)
     _check_ports(config)
     _check_budget(config)
-    if rounds.quorum_min > len(regions):
+    is_founding = not any(region.joined for region in regions.values())  # else it is the ledger's, and does no harm
+    if is_founding and rounds.quorum_min > len(regions):
         _refuse(config, "rounds.quorum_min", f"there are {len(regions)} regions; 0 means a majority of those alive")
     if rounds.overlap_steps >= rounds.sync_every:
         _refuse(config, "rounds.overlap_steps", f"it must be less than rounds.sync_every, {rounds.sync_every}")

@@ -41,7 +41,8 @@ class SettingsBody:
         if self.ballot_deadline_min_ns < heartbeat_ns:
             return "rounds.ballot_deadline_min must be at least rounds.heartbeat"
         if self.quorum_min > regions:
-            return f"rounds.quorum_min is {self.quorum_min}, and the run has {regions} regions"
+            remedy = "set it as well; 0 means a majority of those alive"
+            return f"rounds.quorum_min is {self.quorum_min}, and the run has {regions} regions: {remedy}"
         return ""
 
     def within(self, settings: RunSettings) -> RunSettings:

@@ -199,6 +199,13 @@ async def test_settings_that_can_not_be_are_refused(mesh: Mesh, settings: tuple[
     assert run_toml() == ""
 
 
+async def test_a_run_that_lost_members_takes_one_in_whatever_quorum_it_was_founded_with(mesh: Mesh) -> None:
+    """Two of three were removed. A quorum of three means all there are, and the joiner alone can't change it."""
+    shown = (*SETTINGS, "rounds.quorum_min=3")
+    await joined(await member(mesh, lambda: run_of("a", "d", settings=shown)))
+    assert load(Path("run.toml")).rounds.quorum_min == 3
+
+
 async def test_a_region_that_was_added_again_has_the_new_number_of_changes(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from diloco_node.core import events as ev
+from diloco_node.core.merge import freivalds
 from diloco_node.core.types import Contribution, DiscardedBody, EntryBody, FinishedBody, RoundBody
 from diloco_node.lab.sim.cheats import CHEATS
 from diloco_node.lab.sim.world import SECOND
@@ -140,6 +141,32 @@ def test_a_reducer_that_flips_sums_and_tells_no_projections_is_found_all_the_sam
     assert "is not the sum of the contributions" in line.reason
     assert rate(small, 8) >= 0.8 * usual
     assert all(liar not in note.text for note in small.alarms() if "follows it no more" in note.text)
+
+
+def test_a_reducer_that_flips_sums_and_excuses_them_by_its_own_row_is_found(patch: pytest.MonkeyPatch) -> None:
+    """Nobody else has the blocks of its contribution that it reduces itself, unless they are reduced again."""
+    patch.setattr(freivalds, "CHECKED_EVERY", 1)
+    small = Small(patch, sync_every=16)
+    small.go(8)
+    host = small.hosts[reducer(small)]
+    is_liar(small, host.name)
+    CHEATS["sum excused"].begin(host)
+    assert host.spoil_core is not None
+    host.spoil_core(host.core)
+    host.plane.spoil_sum = host.spoil_sum
+    rounds = len(small.bodies())
+    wait(small, lambda: bool(small.leader() and small.view(small.leader()).left_out))
+    lines = {(line.region, line.part): line.reason for line in small.view(small.leader()).left_out}
+    assert "is not the sum of the contributions" in lines[host.name, "reducer"]
+    assert "other projections" in lines[host.name, "member"]
+    assert len(lines) == 2
+    # One payload of eight is checked, and then each one that is audited.
+    assert len(small.bodies()) - rounds <= 64, f"seed {SEED}"
+    patch.setattr(freivalds, "CHECKED_EVERY", 1 << 20)
+    wrong = len(small.sim.checkers.oracle.wrong_sums)
+    rounds = len(small.bodies())
+    small.go(30)
+    assert len(small.sim.checkers.oracle.wrong_sums) - wrong <= (len(small.bodies()) - rounds) // 8
 
 
 @SELDOM

@@ -3,17 +3,20 @@
 import pytest
 
 from diloco_node.lab.sim.cheats import older_copy, put_back
+from diloco_node.lab.sim.daemon_host import DaemonHost
+from diloco_node.lab.sim.host import Host
 from tests.core.test_lies import is_liar
 from tests.kit.small_world import Small
 
 pytestmark = pytest.mark.world
 
 
+@pytest.mark.parametrize("host_type", [Host, DaemonHost])
 def test_a_leader_that_restarts_and_an_older_copy_of_a_followers_folder_lose_no_committed_round(
-    patch: pytest.MonkeyPatch,
+    patch: pytest.MonkeyPatch, host_type: type[Host]
 ) -> None:
     """That leader has on its disk all that the copy has forgotten, and the third region remembers."""
-    small = Small(patch, 3, sync_every=16)
+    small = Small(patch, 3, sync_every=16, host_type=host_type)
     small.go(6)
     leader = small.leader()
     follower, witness = small.others()

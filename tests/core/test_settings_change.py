@@ -155,7 +155,9 @@ def test_orders_that_can_not_be_carried_out_are_refused_with_the_remedy(patch: p
     assert fault(leader) == "the run has these settings already"
     assert "must be less than rounds.sync_every, 8" in fault(leader, overlap_steps=8)
     assert "must be at least rounds.heartbeat" in fault(leader, ballot_deadline_min_ns=1)
-    assert fault(leader, quorum_min=4) == "rounds.quorum_min is 4, and the run has 3 regions"
+    assert fault(leader, quorum_min=4) == (
+        "rounds.quorum_min is 4, and the run has 3 regions: set it as well; 0 means a majority of those alive"
+    )
     order(small, name=other, sync_every=16)
     small.go(2)
     assert orders(small) == []

@@ -12,6 +12,7 @@ from diloco_node.core.region import RegionCore
 from diloco_node.core.types import CarryMode, Codec
 from diloco_node.core.view import RegionView
 from diloco_node.lab.sim import simulation as run
+from diloco_node.lab.sim.daemon_host import DaemonHost
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.setup import draw_setup
 from diloco_node.lab.sim.simulation import Simulation
@@ -90,6 +91,8 @@ class Small:
         self.notes: list[tuple[str, Note]] = []
         for name, host in self.hosts.items():
             host.effects.handlers[ev.Note] = lambda note, name=name: self.notes.append((name, note))
+            if isinstance(host, DaemonHost):
+                host._noted = host.effects.handlers[ev.Note]  # type: ignore[assignment, method-assign]
         self.sim.start()
 
     def go(self, seconds: float) -> None:

@@ -28,6 +28,10 @@ ROWS_DUE_EVERY: Final = 4
 """One of so many audited payloads must have all rows: who lacks some reduces again, alone. So a region that tells none
 costs one round of eight a second ballot."""
 
+CHECKED_EVERY: Final = 8
+"""One of so many of these has the leader reduce again, alone, and look at the contributions: a reducer may add to its
+own row what its sum lacks. That is one round of 64, whose bytes go twice."""
+
 WINDOWS: Final = 32
 """Windows of a payload, shared by its reducers; each has two at least."""
 
@@ -83,6 +87,11 @@ def are_rows_due(nonces: Sequence[bytes]) -> bool:
     """Whether an entry with these nonces must have the rows of all members that are in its sum."""
     draw = _draw(nonces)
     return bool(draw) and draw[1] % ROWS_DUE_EVERY == 0
+
+
+def is_checked(nonces: Sequence[bytes]) -> bool:
+    """Whether the rows of an entry with these nonces are compared with the contributions themselves."""
+    return are_rows_due(nonces) and _draw(nonces)[2] % CHECKED_EVERY == 0
 
 
 def lacking_rows(coefficients: Sequence[Sequence[float]], rows: Sequence[Sequence[float]]) -> list[int]:

@@ -183,7 +183,8 @@ class Fetches:
             self._others, alive = tuple(sorted({*self._members, leader})), (*alive, leader)
         self._alive, self._witness = frozenset(alive), witness
         in_flight = sum(1 for fetch in self.pending.values() if fetch.peer)
-        for fragment, current in sorted(self.pending.items()):
+        # States first: while rounds go on, payloads are lacking all the time.
+        for fragment, current in sorted(self.pending.items(), key=lambda item: (item[1].body is not None, item[0])):
             if current.patience_ns:
                 current.not_before_ns, current.patience_ns = now_ns + current.patience_ns, 0
             is_another_back = bool(current.failed) and bool(self._alive - {*current.failed, *current.gone})

@@ -2,17 +2,21 @@
 
 A deviation says that a reducer or a member is wrong, not which. So the leader reduces the same stripes alone in the
 next ballot. Then it has all contributions, projects them itself, and knows. It does the same where rows that are due
-(`freivalds.are_rows_due`) do not come: a region that tells none may be the one whose sum is wrong.
+(`freivalds.are_rows_due`) do not come: a region that tells none may be the one whose sum is wrong. And it does so now
+and then where nothing is wrong (`freivalds.is_checked`), for a reducer may tell a row that excuses its sum.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import Final
 
 from diloco_node.core.merge.freivalds import (
     are_rows_due,
     draw_windows,
     has_other_projections,
+    is_checked,
     lacking_rows,
     wrong_reducers,
 )
@@ -28,6 +32,9 @@ from diloco_node.core.rounds.suspicion import BallotRole, Blame
 from diloco_node.core.types import Ballot, MergeRule
 
 Rows = tuple[tuple[float, ...], ...]
+
+PROBATION_AUDITS: Final = 16
+"""A region that was wrong once may be so again: else it would excuse its sums for some 64 rounds after each pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,8 @@ class PayloadAudit:
         self._secret, self._context = context.secret, context
         self._is_on = context.settings.merge is not MergeRule.TRIMMED
         self._questions: dict[int, tuple[int, QuestionedPayload]] = {}
+        # By region that was wrong, of how many of its next audits as reducer the rows are checked.
+        self._probation: Counter[str] = Counter()
 
     def clear(self) -> None:
         """Forget all questions: this region leads no longer."""
@@ -124,6 +133,10 @@ class PayloadAudit:
         reasons = wrong_reducers(windows, projection, coefficients, rows)
         for place in lacking_rows(coefficients, rows) if are_rows_due(round_.nonces) else ():
             reasons[contributions[place].learner] = "it has not told its projections, which are due"
+        suspects = [name for name in round_.reducers if self._probation[name] > 0]
+        self._probation.subtract(suspects)
+        if not reasons and (suspects or is_checked(round_.nonces)) and round_.reducers != (self._region,):
+            reasons[self._region] = "the rows of this audit are compared with the contributions"
         if reasons:
             payload = QuestionedPayload(cuts_of(round_.stripes), windows, projection, round_.decision, rows)
             self._questions[round_.fragment] = (round_.version, payload)
@@ -200,4 +213,5 @@ class PayloadAudit:
         ]
         wrong = wrong_reducers(question.windows, question.projection, question.decision.coefficients, truth)
         blames += [Blame(name, BallotRole.REDUCER, reason, is_proved=True) for name, reason in wrong.items()]
+        self._probation.update({blame.region: PROBATION_AUDITS - self._probation[blame.region] for blame in blames})
         self._judge.blame_all(round_, blames, now_ns=now_ns)

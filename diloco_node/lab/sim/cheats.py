@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 
 from diloco_node.core.messages import ContributionProjected, MergedReceived
+from diloco_node.core.projections import Projected
 from diloco_node.core.types import DiscardedBody, EntryBody, RoundBody, SnapshotBody
 from diloco_node.lab.sim import core_parts as view
+from diloco_node.lab.sim.fake_store import FolderDisk
 from diloco_node.lab.sim.host import Host
 from diloco_node.lab.sim.world import SECOND
 from diloco_node.numeric import F32
 from diloco_node.wire.envelope import decode_control, encode_control
 
+OLD_FOLDER = "old folder"
 OLD_AFTER_NS = 8 * SECOND
 """An older copy of a folder is so old when it comes back."""
 
@@ -179,6 +182,35 @@ def _hide(host: Host) -> None:
     _project(lambda _: (), host)
 
 
+def _excuse(host: Host) -> None:
+    """Its sums are wrong, and by its own projections its contribution is what they differ by."""
+    host.spoil_sum = np.negative
+
+    def spoil(core: Any) -> None:
+        audits = core.participant.audits
+        projected = audits.projected
+
+        def tell(event: Projected) -> None:
+            projection, ballot = event.projection, getattr(audits._round_of(event.ballot), "ballot", None)
+            if ballot and ballot.decision and projection.sums and projection.contribution:
+                announcement, decision = ballot.announcement, ballot.decision
+                windows = audits._windows(announcement.fragment, ballot.nonces, announcement.stripes)
+                names = [contribution.learner for contribution in decision.contributions]
+                factors = decision.coefficients[names.index(host.name)] if host.name in names else ()
+                row = [
+                    value + 2 * total / factors[window.piece]
+                    if window.reducer == host.name and factors and factors[window.piece]
+                    else value
+                    for value, total, window in zip(projection.contribution, projection.sums, windows, strict=True)
+                ]
+                event = replace(event, projection=replace(projection, contribution=tuple(row)))
+            projected(event)
+
+        audits.projected = tell
+
+    host.spoil_core = spoil
+
+
 def older_copy(host: Host) -> Any:
     """Return a copy of a region's folder as it is now."""
     older = copy.copy(host.disk)
@@ -192,6 +224,9 @@ def put_back(host: Host, older: Any) -> None:
     host.kill_daemon()
     host.kill_learner()
     older.ledger_queue, older.late_writes, older.votes = [], [], host.disk.votes
+    older.lost = host.disk  # what that has acknowledged was durable when it did
+    if isinstance(older, FolderDisk):
+        older.is_full, older.fsync_failures = False, 0
     # A learner that gets a number again ends as soon as it takes a version, and the next one gets another number.
     older.counters = host.disk.counters
     host.disk = older
@@ -200,7 +235,16 @@ def put_back(host: Host, older: Any) -> None:
 
 def _bring_back_old_folder(host: Host) -> None:
     def take() -> None:
-        host.world.after(OLD_AFTER_NS, None, put_back, host, older_copy(host))
+        host.world.after(OLD_AFTER_NS, None, bring, older_copy(host))
+
+    def bring(older: Any) -> None:
+        others = [peer for peer in host.observer.hosts.values() if peer is not host and not peer.is_absent]
+        ends = host.disk.entries[-1:]
+        # One that lacks what this folder forgets, and knows nothing of its age, would be a majority with it.
+        if host.core is None or not all(peer.core is not None and all(map(peer.disk.holds, ends)) for peer in others):
+            host.world.after(SECOND // 4, None, bring, older)
+        else:
+            put_back(host, older)
 
     host.world.after(OLD_AFTER_NS, None, take)
 
@@ -218,6 +262,7 @@ CHEATS: dict[str, Cheat] = {
         Cheat("sum biased", partial(_sum_wrongly, _bias), _SUM_WORDS, commits_wrong=True),
         Cheat("audits avoided", _avoid_audits, (*_SUM_WORDS, "it avoids audits"), commits_wrong=True),
         Cheat("projections", partial(_project, _turned), ("other projections",)),
+        Cheat("sum excused", _excuse, (*_SUM_WORDS, "other projections"), commits_wrong=True),
         Cheat("no projections", _hide, _SUM_WORDS, commits_wrong=True),
         Cheat("tokens x2", partial(_count_more, 2)),
         Cheat("tokens x8", partial(_count_more, 8)),
@@ -234,6 +279,6 @@ CHEATS: dict[str, Cheat] = {
         Cheat("states", _name_other_states, ("told another state",)),
         Cheat("early end", _end_early, ("no operator's order",)),
         Cheat("receipts", _deny_receipts),
-        Cheat("old folder", _bring_back_old_folder, ("is an older copy",)),
+        Cheat(OLD_FOLDER, _bring_back_old_folder, ("is an older copy",)),
     )
 }

@@ -157,8 +157,7 @@ class DaemonHost(Host):
         """Start a daemon from what the disk holds."""
         if self._life is not None or self.is_absent:
             return
-        self._lives += 1
-        self._life = life = Life()
+        life = self._begin_life()
         self._unwelcome = None
         manifest, settings = self.setup.manifest, self.setup.settings
         time = DiskTime()

@@ -144,8 +144,7 @@ class Host:
         """Start a daemon from what the disk holds."""
         if self._life is not None or self.is_absent:
             return
-        self._lives += 1
-        self._life = Life()
+        self._begin_life()
         self.plane = DataPlane(self.setup, self.disk, self.complain)
         self.plane.is_order_loose = self.is_order_loose
         self.plane.spoil_sum = self.spoil_sum
@@ -155,7 +154,6 @@ class Host:
         self.fetches.forget()
         self._armed_ns = -1
         self._ledger_free_ns = self.world.now_ns
-        self.disk.life = next_life(self.disk.life, self._lives)
         recovery = self.disk.recovered(len(self.setup.layouts))
         seed = self.world.rng.getrandbits(63)
         self.core = self.make_core(self.name, self.setup, recovery, seed, self.world.now_ns)
@@ -168,6 +166,12 @@ class Host:
             self.after(LOCAL_NS, self._tell_initial)
         self.post(ev.TimerFired())
         self._attach_learner()
+
+    def _begin_life(self) -> Life:
+        self._lives += 1
+        self._life = Life()
+        self.disk.life = next_life(self.disk.life, self._lives)
+        return self._life
 
     def kill_daemon(self, *, is_power_cut: bool = False) -> None:
         """SIGKILL: memory is gone, what was not fsynced may be."""

@@ -56,6 +56,9 @@ WORDS = "words"
 LIARS = (WORDS, *cheats.CHEATS)
 """How a region can lie: in words of its own (`liar`), or in right words about what it did wrongly (`cheats`)."""
 
+LIARS_OF = {FAST: LIARS, "daemon": (cheats.OLD_FOLDER,)}
+"""By effects: the daemon's own do what they say."""
+
 LIARS_CHANCE = 0.2
 
 JOINERS_CHANCE = 0.25
@@ -374,18 +377,16 @@ def _check_names(schedule: str, liar: str | None, effects: str) -> None:
         raise ConfigError(f"there are no effects {effects!r}; there are {', '.join(sorted(HOSTS))}")
     if schedule and schedule not in SCHEDULES:
         raise ConfigError(f"there is no schedule {schedule!r}; there are {', '.join(sorted(SCHEDULES))}")
-    if liar and effects != FAST:
-        raise ConfigError(f"a region lies only with the effects {FAST!r}")
-    if liar and liar not in LIARS:
-        raise ConfigError(f"nobody lies about {liar!r}; there are {', '.join(LIARS)}")
+    if liar and liar not in LIARS_OF[effects]:
+        raise ConfigError(f"nobody lies about {liar!r} with effects {effects!r}: {', '.join(LIARS_OF[effects])}")
 
 
 def _draw_lies(seed: int, regions: int, effects: str) -> str:
-    if effects != FAST or regions in (1, 2):
+    if regions in (1, 2):
         return ""  # of two regions nobody knows who lies
     # A draw of its own, so that the other seeds' runs do not depend on it.
     rng = random.Random(f"liar of {seed}")
-    return rng.choice(LIARS) if rng.random() < LIARS_CHANCE else ""
+    return rng.choice(LIARS_OF[effects]) if rng.random() < LIARS_CHANCE else ""
 
 
 def _draw_joiners(seed: int, regions: int, effects: str) -> int:

@@ -42,6 +42,14 @@ def test_leader_is_asked_first_and_only_once() -> None:
     assert desk.fetches.in_flight() == ((0, 3, "c"),)
 
 
+def test_states_do_not_wait_for_payloads_of_which_each_round_makes_another() -> None:
+    desk = Desk()
+    for fragment in range(FETCHES_MAX):
+        desk.fetches.request(fragment, 3, replace(BODY, fragment=fragment))
+    desk.fetches.request(9, 3, None, digest=b"d" * 32)
+    assert [effect.fragment for effect in desk.pump()] == [9, *range(FETCHES_MAX - 1)]
+
+
 def test_failure_moves_on_to_the_others_by_name() -> None:
     desk = Desk()
     desk.fetches.request(0, 3, BODY)

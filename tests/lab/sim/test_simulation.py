@@ -123,6 +123,7 @@ CHEAT_SIGNS = {
     "sum biased": "not the sum of its members",
     "audits avoided": "not the sum of its members",
     "no projections": "not the sum of its members",
+    "sum excused": "not the sum of its members",
     "tokens x2": "work: ",
     "tokens x8": "work: ",
     "tokens x64": "work: ",
@@ -289,7 +290,7 @@ def test_the_command_of_a_report_runs_the_same_again() -> None:
 def test_unknown_effects_are_refused_with_those_that_exist() -> None:
     with pytest.raises(ConfigError, match="daemon, fast"):
         simulate(1, effects="no-such")
-    with pytest.raises(ConfigError, match="fast"):
+    with pytest.raises(ConfigError, match="'daemon': old folder"):
         simulate(1, effects="daemon", liar="words")
     with pytest.raises(ConfigError, match="old folder"):
         simulate(1, liar="no-such")
