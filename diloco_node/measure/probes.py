@@ -49,19 +49,6 @@ LATE_S: Final = 10.0
 """The receiver waits so long for the first bytes, and for the last after their time: rounds go before them."""
 
 
-@dataclass(frozen=True, slots=True)
-class FlowTimes:
-    """How long a flow is: `warm_up_ns` are not counted, `span_ns` are."""
-
-    warm_up_ns: int
-    span_ns: int
-
-    @property
-    def total_s(self) -> float:
-        """Both, in seconds."""
-        return (self.warm_up_ns + self.span_ns) / NS_PER_S
-
-
 def warm_up_ns(rtt_ns: int) -> int:
     """How long until a flow is at full speed: 25 round trips, 1 to 5 s. Slow start takes 11 of them to 25 MB."""
     return min(max(25 * rtt_ns, NS_PER_S), 5 * NS_PER_S)
