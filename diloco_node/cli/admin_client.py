@@ -90,7 +90,7 @@ def ask_all(targets: Sequence[Target]) -> list[dict[str, Any]]:
 
 
 def _ask_or_read(target: Target) -> dict[str, Any]:
-    from diloco_node.cli.finished import finished_status
+    from diloco_node.cli.existing_state import finished_status
     from diloco_node.daemon.run_record import since_and_model
 
     document = ask(target)
@@ -148,7 +148,7 @@ def order(folder: Path, path: str, document: Mapping[str, Any]) -> dict[str, Any
             f"{error.filename or folder} is closed to you: give orders as the user that runs {folder.name}"
         ) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
-        from diloco_node.cli.finished import no_daemon
+        from diloco_node.cli.existing_state import no_daemon
 
         raise no_daemon(folder, f"{error}") from None
 

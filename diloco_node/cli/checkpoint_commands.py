@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,13 +22,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 @app.command("list")
 def list_versions(place: CopiesArgument, *, as_json: JsonOption = False) -> None:
     """List the versions that can be given back, and what the others lack."""
-    from diloco_node.daemon.checkpoint_copies import copies_at
-    from diloco_node.daemon.checkpoints import copy_rows, region_rows
-    from diloco_node.daemon.run_files import region_folders
+    from diloco_node.daemon.checkpoints import version_rows
 
-    source = copies_or_run(place)
-    copies = copies_at(source)
-    rows = region_rows(region_folders(Path(source))) if copies is None else copy_rows(copies)
+    rows = version_rows(copies_or_run(place))
     if as_json:
         typer.echo(json.dumps({"versions": [asdict(row) for row in rows]}))
         return
@@ -48,16 +43,9 @@ def verify(place: CopiesArgument, *, version: VersionOption = None) -> None:
 
     Nothing is changed, and a daemon may run on the folder. `diloco-node replay` computes all versions again.
     """
-    from diloco_node.daemon.checkpoint_copies import copies_at
-    from diloco_node.daemon.checkpoints import copy_faults, region_faults
-    from diloco_node.daemon.run_files import region_folders
+    from diloco_node.daemon.checkpoints import version_faults
 
-    source = copies_or_run(place)
-    copies = copies_at(source)
-    if copies is None:
-        count, faults = region_faults(region_folders(Path(source)), version)
-    else:
-        count, faults = copy_faults(copies, version)
+    count, faults = version_faults(copies_or_run(place), version)
     for fault in faults:
         typer.echo(escaped(fault))
     typer.echo(f"{place}: {count} files, {len(faults) or 'none'} of them wrong")
@@ -80,24 +68,18 @@ def copy(
 
     A daemon may run on the folder. Its bandwidth budget does not count these bytes.
     """
-    from diloco_node.daemon.checkpoint_copies import CheckpointCopies, copies_at
-    from diloco_node.daemon.checkpoints import copy_copy, copy_region
+    from diloco_node.daemon.checkpoint_copies import CheckpointCopies
+    from diloco_node.daemon.checkpoints import copy_version
     from diloco_node.daemon.manifest_file import MANIFEST_NAME
-    from diloco_node.daemon.run_files import region_folders
     from diloco_node.storage.object_store import folder_of
 
     if version is not None and step is not None:
         raise ConfigError("--version and --step both name a version: give one of them")
     if (folder := folder_of(target)) is not None and folders_with(MANIFEST_NAME, folder):
         raise ConfigError(f"{target} holds a region's state, which a copy would hide: name a folder of its own")
-    source, copies_to = copies_or_run(place), CheckpointCopies(target)
-    copies = copies_at(source)
-    if copies is None:
-        folders = region_folders(Path(source))
-        checkpoint, is_new = copy_region(folders, copies_to, version=version, step=step, is_forced=force)
-    else:
-        checkpoint, is_new = copy_copy(copies, copies_to, version=version, step=step, is_forced=force)
+    source, copies = copies_or_run(place), CheckpointCopies(target)
+    checkpoint, is_new = copy_version(source, copies, version=version, step=step, is_forced=force)
     typer.echo(
-        f"{copies_to.place}@{checkpoint.version}: run {escaped(checkpoint.run_id)}, step {checkpoint.step:,}, "
+        f"{copies.place}@{checkpoint.version}: run {escaped(checkpoint.run_id)}, step {checkpoint.step:,}, "
         f"{checkpoint.content_bytes:,} bytes{'' if is_new else ', was there already'}"
     )

@@ -131,7 +131,7 @@ def _new_export(out: str, *, is_forced: bool) -> Iterator[Path]:
     """
     import numpy as np
 
-    from diloco_node.storage.new_folder import new_folder
+    from diloco_node.storage.durable import new_folder
     from diloco_node.storage.object_store import folder_of, open_objects
 
     folder = folder_of(out)

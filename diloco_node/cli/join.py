@@ -42,22 +42,12 @@ UNLISTED: Final = "unlisted.invalid:7400"
 
 PATH_SETTINGS: Final = frozenset({"run.state_dir", "run.certs_dir"})
 
-HF_ARGS: Final = frozenset(
-    (
-        *(
-            "learning_rate",
-            "lr_scheduler_type",
-            "warmup_steps",
-            "warmup_ratio",
-            "weight_decay",
-            "max_grad_norm",
-            "optim",
-        ),
-        *("adam_beta1", "adam_beta2", "adam_epsilon", "label_smoothing_factor", "bf16", "fp16", "seed", "eval_steps"),
-        *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-        "gradient_checkpointing",
-    )
+_HF_NAMES: Final = (
+    "learning_rate lr_scheduler_type warmup_steps warmup_ratio weight_decay max_grad_norm optim adam_beta1 adam_beta2 "
+    "adam_epsilon label_smoothing_factor bf16 fp16 seed eval_steps per_device_train_batch_size "
+    "per_device_eval_batch_size gradient_accumulation_steps gradient_checkpointing"
 )
+HF_ARGS: Final = frozenset(_HF_NAMES.split())
 """Arguments of a Hugging Face model's training that are taken from a member: what is learned and how. Others name
 places, accounts and programs."""
 

@@ -264,7 +264,7 @@ def change_members(
 
 def _members(folder: Path) -> tuple[str, dict[str, Any]]:
     from diloco_node.cli.admin_client import ask_in
-    from diloco_node.cli.finished import no_daemon
+    from diloco_node.cli.existing_state import no_daemon
 
     document = ask_in(folder)
     members = document.get("members")

@@ -60,7 +60,7 @@ def show_budget(
 ) -> None:
     """Show what a running region may send and receive, in all and with each peer."""
     from diloco_node.cli.admin_client import ask_in
-    from diloco_node.cli.finished import no_daemon
+    from diloco_node.cli.existing_state import no_daemon
 
     folder = region_folder(place, config)
     document = ask_in(folder)

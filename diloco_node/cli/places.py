@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from diloco_node.cli.finished import no_daemon
+from diloco_node.cli.existing_state import no_daemon
 from diloco_node.cli.options import has_config, load
 from diloco_node.config.urls import is_url
 from diloco_node.errors import ConfigError, PeersUnreachable
@@ -76,7 +76,7 @@ def targets_in(place: str) -> list[Target]:
     """Find the regions in a folder, at most three levels below it, or the one at an admin port; empty: it is neither.
     Raises ConfigError: a port file is damaged."""
     from diloco_node.cli.admin_client import Target, target_in
-    from diloco_node.cli.finished import finished_status
+    from diloco_node.cli.existing_state import finished_status
 
     if place.isascii() and place.isdigit() and 1 <= int(place) <= 65_535:
         return [Target(f"port {place}", int(place))]
@@ -167,7 +167,7 @@ def is_there(path: Path) -> bool:
 
 def _targets_of_run(config: Path | None) -> list[Target]:
     from diloco_node.cli.admin_client import Target, target_in
-    from diloco_node.cli.finished import finished_status
+    from diloco_node.cli.existing_state import finished_status
 
     settings = load(config)
     targets = []

@@ -1,4 +1,4 @@
-"""The versions of a run that regions' folders can give back: listed, copied elsewhere, and compared with the ledger."""
+"""The versions of a run that regions' folders or copies can give back: listed, copied elsewhere, and verified."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from diloco_node.codec.digest import fragment_digest
@@ -13,10 +14,10 @@ from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.recovery.past_versions import PastVersion
 from diloco_node.core.recovery.replay_plan import digests_of, rounds_of
 from diloco_node.core.types import GenesisBody
-from diloco_node.daemon.checkpoint_copies import CheckpointCopies, CheckpointCopy, CopyState
+from diloco_node.daemon.checkpoint_copies import CheckpointCopies, CheckpointCopy, CopyState, copies_at
 from diloco_node.daemon.export_source import trainer_model
 from diloco_node.daemon.past_run import PastRun, find_past, read_runs
-from diloco_node.daemon.run_files import RunFiles
+from diloco_node.daemon.run_files import RunFiles, region_folders
 from diloco_node.daemon.state_replay import read_past
 from diloco_node.errors import ConfigError
 from diloco_node.numeric import F32
@@ -40,9 +41,12 @@ class VersionRow:
     lack: str
 
 
-def region_rows(folders: Sequence[Path]) -> list[VersionRow]:
-    """The versions whose entries some region still has, in order. Raises ConfigError, StorageError: as `read_runs`."""
-    runs = read_runs(folders)
+def version_rows(place: str | Path) -> list[VersionRow]:
+    """The versions of copies, or those whose entries some region still has, in order. Raises ConfigError, StorageError:
+    as `read_runs`; or the store refuses."""
+    if (copies := copies_at(place)) is not None:
+        return [_copy_row(state) for state in copies.states()]
+    runs = read_runs(region_folders(Path(place)))
     past = {item.number: item for run in runs for item in run.past}
     content_bytes = 8 * runs[0].files.manifest.size
     rows = []
@@ -54,6 +58,12 @@ def region_rows(folders: Sequence[Path]) -> list[VersionRow]:
     return rows
 
 
+def _copy_row(state: CopyState) -> VersionRow:
+    if (item := state.checkpoint) is None:
+        return VersionRow(state.version, None, None, 0, "", state.lack)
+    return VersionRow(item.version, item.step, item.tokens, item.content_bytes, item.written_at, state.lack)
+
+
 def _written_at(run: PastRun, past: PastVersion) -> str:
     """The time at which the last payload of a version came to this disk; empty: none of them is there."""
     folder, times = run.files.folder / "payloads", []
@@ -63,54 +73,33 @@ def _written_at(run: PastRun, past: PastVersion) -> str:
     return datetime.fromtimestamp(max(times), UTC).isoformat(timespec="seconds") if times else ""
 
 
-def copy_rows(copies: CheckpointCopies) -> list[VersionRow]:
-    """The versions of a place of copies, in order. Raises StorageError: the store refuses."""
-    rows = []
-    for state in copies.states():
-        if (item := state.checkpoint) is None:
-            rows.append(VersionRow(state.version, None, None, 0, "", state.lack))
-        else:
-            size_bytes = item.content_bytes
-            rows.append(VersionRow(item.version, item.step, item.tokens, size_bytes, item.written_at, state.lack))
-    return rows
-
-
-def copy_region(
-    folders: Sequence[Path], target: CheckpointCopies, *, version: int | None, step: int | None, is_forced: bool
+def copy_version(
+    place: str | Path, target: CheckpointCopies, *, version: int | None, step: int | None, is_forced: bool
 ) -> tuple[CheckpointCopy, bool]:
-    """Copy a version from regions' folders; without `version` and `step` the newest one.
+    """Copy a version of regions' folders, or a copy, as back from a bucket; without `version` and `step` the newest.
 
     Returns: the checkpoint, and whether it was written: a whole copy that is there stays, unless `is_forced`.
 
     Raises ConfigError: the version can't be had, or another run's copies are there. StorageError: disk or store refuse.
     """
-    run, past = find_past(folders, version=version, step=step)
-    files = run.files
-    predecessor = _same(target, files.spec.run_id, run_hash(files.genesis), past.number)
+    if (copies := copies_at(place)) is not None:
+        source = copies.find(version=version, step=step)
+        run_id, run, number = source.run_id, source.run, source.version
+    else:
+        folders = region_folders(Path(place))
+        past_run, past = find_past(folders, version=version, step=step)
+        run_id, run, number = past_run.files.spec.run_id, run_hash(past_run.files.genesis), past.number
+    predecessor = next((state for state in target.check_run(run_id, run) if state.version == number), None)
     if predecessor is not None and predecessor.checkpoint is not None and not predecessor.lack and not is_forced:
         return predecessor.checkpoint, False
-    files, past, parameters = read_past(folders, version=past.number)
-    checkpoint = describe(files, past, list(zip(parameters.theta, parameters.momentum, strict=True)))
-    target.write(checkpoint, lambda fragment: (parameters.theta[fragment], parameters.momentum[fragment]), predecessor)
+    if copies is not None:
+        target.write(source, partial(copies.fragment, source), predecessor)
+        return source, True
+    files, past, parameters = read_past(folders, version=number)
+    values = list(zip(parameters.theta, parameters.momentum, strict=True))
+    checkpoint = describe(files, past, values)
+    target.write(checkpoint, lambda fragment: values[fragment], predecessor)
     return checkpoint, True
-
-
-def copy_copy(
-    source: CheckpointCopies, target: CheckpointCopies, *, version: int | None, step: int | None, is_forced: bool
-) -> tuple[CheckpointCopy, bool]:
-    """Copy a copy, as back from a bucket; otherwise as `copy_region`."""
-    checkpoint = source.find(version=version, step=step)
-    predecessor = _same(target, checkpoint.run_id, checkpoint.run, checkpoint.version)
-    if predecessor is not None and predecessor.checkpoint is not None and not predecessor.lack and not is_forced:
-        return predecessor.checkpoint, False
-    target.write(checkpoint, lambda fragment: source.fragment(checkpoint, fragment), predecessor)
-    return checkpoint, True
-
-
-def _same(target: CheckpointCopies, run_id: str, run: str, version: int) -> CopyState | None:
-    """The state of a version at a place that may have no other run's copies."""
-    states = target.check_run(run_id, run)
-    return next((state for state in states if state.version == version), None)
 
 
 def run_hash(genesis: GenesisBody) -> str:
@@ -135,14 +124,18 @@ def describe(files: RunFiles, past: PastVersion, values: Sequence[tuple[F32, F32
     )
 
 
-def region_faults(folders: Sequence[Path], version: int | None) -> tuple[int, list[str]]:
-    """Compare all states and payloads of regions with what their ledgers name; of a version, all that it comes from.
+def version_faults(place: str | Path, version: int | None) -> tuple[int, list[str]]:
+    """Read copies, all or one version's; or compare all states and payloads of regions with what their ledgers name, of
+    a version all that it comes from.
 
     Returns: how many files were read, or fragments computed, and a line for each that differs, with its name.
 
-    Raises ConfigError: the version can't be had. StorageError: a ledger is damaged, the disk refuses, or a file of the
-    version differs.
+    Raises ConfigError: the version can't be had. StorageError: a ledger is damaged, disk or store refuse, or a file of
+    a region's version differs.
     """
+    if (copies := copies_at(place)) is not None:
+        return _copy_faults(copies, version)
+    folders = region_folders(Path(place))
     if version is not None:
         return len(read_past(folders, version=version)[2].theta), []
     checks = []
@@ -189,9 +182,7 @@ def _payload_faults(files: RunFiles) -> Iterator[str]:
             yield ""
 
 
-def copy_faults(copies: CheckpointCopies, version: int | None) -> tuple[int, list[str]]:
-    """Read copies, all or one version's; how many objects, and a line for each fault. Raises ConfigError,
-    StorageError."""
+def _copy_faults(copies: CheckpointCopies, version: int | None) -> tuple[int, list[str]]:
     if version is not None:
         checkpoint = copies.find(version=version)
         return len(checkpoint.versions), copies.faults(checkpoint)

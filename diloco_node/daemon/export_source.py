@@ -82,20 +82,16 @@ def read_merged_past(place: str | Path, *, version: int | None, step: int | None
 
     Raises ConfigError, StorageError: as `state_replay.read_past`, or as `CheckpointCopies`.
     """
-    copies = copies_at(place)
-    if copies is not None:
+    if (copies := copies_at(place)) is not None:
         copy = copies.find(version=version, step=step)
         past = PastVersion(copy.version, copy.versions, copy.step, copy.tokens)
         tensors = join_fragments(copy.manifest, copies.read(copy)[0])
-        return MergedModel(
-            copy.model, copy.run_id, copy.region, copy.manifest, tensors, past.versions, past.tokens, False, past
-        )
-    files, past, parameters = read_past(region_folders(Path(place)), version=version, step=step)
-    spec, tensors = files.spec, parameters.full_tensors()
-    trainer = trainer_model(files.folder)
-    return MergedModel(
-        trainer, spec.run_id, spec.region, files.manifest, tensors, past.versions, past.tokens, False, past
-    )
+        origin = (copy.model, copy.run_id, copy.region, copy.manifest)
+    else:
+        files, past, parameters = read_past(region_folders(Path(place)), version=version, step=step)
+        tensors = parameters.full_tensors()
+        origin = (trainer_model(files.folder), files.spec.run_id, files.spec.region, files.manifest)
+    return MergedModel(*origin, tensors, past.versions, past.tokens, False, past)
 
 
 def trainer_model(folder: Path) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class EchoProbe:
         loop = asyncio.get_running_loop()
         rate = self._transport.budget_status()["peers"][peer]["egress_bytes_per_s"]
         gap_s = ECHO_GAP_S if rate is None else max(ECHO_GAP_S, ECHO_WIRE_BYTES * ECHO_SHARE / rate)
-        before = await self._transport.tcp_now(peer)
+        before = self._transport.tcp(peer, is_now=True)
         echoes = self._echoes = Echoes(peer)
         try:
             started_s, count = loop.time(), ECHOES_SKIPPED + max(1, round(span_s / gap_s))
@@ -99,7 +99,7 @@ class EchoProbe:
         rtts = [echoes.back_ns[sequence] - echoes.sent_ns[sequence] for sequence in order if sequence in echoes.back_ns]
         if not rtts:
             raise LinkLost(f"{peer}: none of {len(order)} echoes came back in {UNANSWERED_AFTER_S:.0f} s")
-        after = await self._transport.tcp_now(peer)
+        after = self._transport.tcp(peer, is_now=True)
         least_ns = after.rtt_min_ns if after is not None else 0
         share = share_retransmitted(before, after, echoes.answers)
         latency = summarise_rtts(rtts, lost_count=len(order) - len(rtts))

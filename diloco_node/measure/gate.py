@@ -26,7 +26,7 @@ PROBED_MAX: Final = 8
 class _Admitted:
     """The measurement that is going on: for whom (None: an operator here), since when, bytes taken."""
 
-    what: str
+    purpose: str
     requester: str | None
     since_ns: int
     bytes_max: int
@@ -78,7 +78,7 @@ class MeasuringGate:
         if self._running is None:
             return ""
         by = f"asked by {self._running.requester}, " if self._running.requester is not None else ""
-        return f"{self._running.what} ({by}since {(now_ns - self._running.since_ns) // NS_PER_S} s)"
+        return f"{self._running.purpose} ({by}since {(now_ns - self._running.since_ns) // NS_PER_S} s)"
 
     def may_echo(self, peer: str, *, now_ns: int) -> bool:
         """Whether one more echo of this peer is answered."""

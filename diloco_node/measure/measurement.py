@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.measure.measuring import Linked, Measuring
-from diloco_node.measure.requester import FlowMeasured, FlowRequest, new_measurement
+from diloco_node.measure.requester import FlowMeasured, new_flow, new_measurement
 from diloco_node.measure.samples import Latency, seconds_per_gb
 from diloco_node.numeric import NS_PER_S
 from diloco_node.wire import measure_messages as msg
@@ -138,9 +138,9 @@ class MeasureCommand:
             for load in ("out", "in") if request.load else ():
                 on_progress(f"round trips to {peer}, load {load}")
                 span_ns = min(request.span_ns + LOADED_MORE_NS, msg.SPAN_NS_MAX)
-                times, _ = await measuring.times(peer, span_ns, request.warm_ns)
-                flow = FlowRequest(peer, load == "out", times, request.bytes_max)
-                rows.append(latency_document(load, await measuring.loaded_latency(flow, seconds)))
+                warm_ns, _ = await measuring.warm_up(peer, request.warm_ns)
+                flow = new_flow(load == "out", warm_ns, span_ns, request.bytes_max)
+                rows.append(latency_document(load, await measuring.loaded_latency(peer, flow, seconds)))
                 on_partial({**about, "rows": list(rows)})
         return {**about, "rows": rows}
 
@@ -152,14 +152,15 @@ class MeasureCommand:
         on_progress(f"round trips to {peer}")
         source, target = (peer, self._region) if request.reverse else (self._region, peer)
         async with self._linked((peer,)) as measuring:
-            times, rtt_ns = await measuring.times(peer, request.span_ns, request.warm_ns)
+            warm_ns, rtt_ns = await measuring.warm_up(peer, request.warm_ns)
             on_progress(f"a flow from {source} to {target}")
-            flow = await measuring.flow(FlowRequest(peer, not request.reverse, times, request.bytes_max))
+            wish = new_flow(not request.reverse, warm_ns, request.span_ns, request.bytes_max)
+            flow = await measuring.flow(peer, wish)
             about = {
                 "from": source,
                 "to": target,
                 "address": measuring.address(peer),
-                "warm_up_seconds": times.warm_up_ns / NS_PER_S,
+                "warm_up_seconds": warm_ns / NS_PER_S,
                 "seconds": request.span_ns / NS_PER_S,
                 "rtt_seconds": rtt_ns / NS_PER_S,
                 "congestion_control": measuring.congestion_control(peer),

@@ -15,8 +15,8 @@ from concurrent.futures import Executor
 from diloco_node.errors import ConfigError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.measure.echoes import EchoProbe
 from diloco_node.measure.gate import MeasuringGate
-from diloco_node.measure.probes import FlowTimes, ProbeReceivers, ending, warm_up_ns
-from diloco_node.measure.requester import FlowMeasured, FlowRequest, MeasurementRequester
+from diloco_node.measure.probes import ProbeReceivers, ending, warm_up_ns
+from diloco_node.measure.requester import FlowMeasured, MeasurementRequester, new_flow
 from diloco_node.measure.responder import MeasurementResponder, Spawn
 from diloco_node.measure.samples import Latency
 from diloco_node.numeric import NS_PER_S
@@ -146,35 +146,35 @@ class Measuring:
             self._check_link(peer)
             return await self.echoes.measure(peer, span_s)
 
-    async def loaded_latency(self, request: FlowRequest, span_s: float) -> Latency:
+    async def loaded_latency(self, peer: str, request: msg.MeasurementRequested, span_s: float) -> Latency:
         """The same while a flow fills the link, until its bytes are used up. Raises as `latency` and `flow`."""
-        with self.exclusive(f"latency under load to {request.peer}"):
-            self._check_link(request.peer)
-            filling = asyncio.create_task(self.requester.flow(request), name=f"load {request.peer}")
+        with self.exclusive(f"latency under load to {peer}"):
+            self._check_link(peer)
+            filling = asyncio.create_task(self.requester.flow(peer, request), name=f"load {peer}")
             async with ending(filling):
-                await asyncio.wait([filling], timeout=request.times.warm_up_ns / NS_PER_S)
+                await asyncio.wait([filling], timeout=request.warm_up_ns / NS_PER_S)
                 if filling.done():
                     filling.result()
                     raise LinkLost(
                         f"{request.bytes_max} bytes were used up before the link was full: allow more with --most"
                     )
-                latency = await self.echoes.measure(request.peer, span_s, load=filling)
+                latency = await self.echoes.measure(peer, span_s, load=filling)
                 await filling  # had it failed on the way, these would not be times under load
                 return latency
 
-    async def flow(self, request: FlowRequest) -> FlowMeasured:
+    async def flow(self, peer: str, request: msg.MeasurementRequested) -> FlowMeasured:
         """Fill the measurement lane one way, and count at the far end.
 
         Raises PeersUnreachable: there is no link. PeerError: it failed, or here or there another measurement runs.
         """
-        with self.exclusive(f"bandwidth {'to' if request.is_sending else 'from'} {request.peer}"):
-            self._check_link(request.peer)
-            return await self.requester.flow(request)
+        with self.exclusive(f"bandwidth {'to' if request.is_requester_sending else 'from'} {peer}"):
+            self._check_link(peer)
+            return await self.requester.flow(peer, request)
 
-    async def times(self, peer: str, span_ns: int, warm_ns: int | None) -> tuple[FlowTimes, int]:
-        """How long flows to a peer are to be, and the round trip (ns) that this was taken from."""
+    async def warm_up(self, peer: str, warm_ns: int | None) -> tuple[int, int]:
+        """How long (ns) flows to a peer warm up, by default by the round trip (ns), which is the other number."""
         rtt_ns = (await self.latency(peer, 0.5)).p50_ns
-        return FlowTimes(warm_up_ns(rtt_ns) if warm_ns is None else warm_ns, span_ns), rtt_ns
+        return warm_up_ns(rtt_ns) if warm_ns is None else warm_ns, rtt_ns
 
     async def link(self, peer: str, request: msg.LinkTestRequested, *, is_sending: bool = True) -> msg.LinkMeasured:
         """Measure one way between here and a peer: round trips, and a flow. Raises: as `flow`.
@@ -189,8 +189,8 @@ class Measuring:
     ) -> tuple[msg.LinkMeasured, int]:
         self._check_link(peer)
         echoes = await self.echoes.measure(peer, request.probes_ns / NS_PER_S)
-        times = FlowTimes(request.warm_up_ns or warm_up_ns(echoes.p50_ns), request.span_ns)
-        flow = await self.requester.flow(FlowRequest(peer, is_sending, times, request.bytes_max))
+        warm_ns = request.warm_up_ns or warm_up_ns(echoes.p50_ns)
+        flow = await self.requester.flow(peer, new_flow(is_sending, warm_ns, request.span_ns, request.bytes_max))
         link = msg.LinkMeasured(
             request.measurement,
             echoes.p50_ns,

@@ -49,19 +49,6 @@ LATE_S: Final = 10.0
 """The receiver waits so long for the first bytes, and for the last after their time: rounds go before them."""
 
 
-@dataclass(frozen=True, slots=True)
-class FlowTimes:
-    """How long a flow is: `warm_up_ns` are not counted, `span_ns` are."""
-
-    warm_up_ns: int
-    span_ns: int
-
-    @property
-    def total_s(self) -> float:
-        """Both, in seconds."""
-        return (self.warm_up_ns + self.span_ns) / NS_PER_S
-
-
 def warm_up_ns(rtt_ns: int) -> int:
     """How long until a flow is at full speed: 25 round trips, 1 to 5 s. Slow start takes 11 of them to 25 MB."""
     return min(max(25 * rtt_ns, NS_PER_S), 5 * NS_PER_S)
@@ -120,11 +107,11 @@ class ProbeSender:
         tasks = [asyncio.create_task(self._fill(), name=f"probes {self._peer}") for _ in range(TRANSFERS_QUEUED)]
         stop = asyncio.create_task(self._stop.wait())
         async with ending(*tasks, stop):
-            before = await self._count()
+            before = self._count()
             if not await self._stopped_within(tasks, stop, self._request.warm_up_ns / NS_PER_S):
-                before = await self._count()
+                before = self._count()
                 await self._stopped_within(tasks, stop, self._request.span_ns / NS_PER_S)
-            after = await self._count()
+            after = self._count()
             if not await self._stopped_within(tasks, stop, SENDER_GRACE_S + START_S):
                 raise LinkLost(f"{self._peer}: it does not say what it received of a measurement")
         tcp = (-1, -1)
@@ -169,8 +156,8 @@ class ProbeSender:
             target_bytes = int(TRANSFERS_QUEUED * size * BODY_S / max(loop.time() - began_s, 1e-6))
             self._size = max(BODY_BYTES_MIN, min(target_bytes, 2 * size, BODY_BYTES_MAX))
 
-    async def _count(self) -> _Counted:
-        tcp = await self._transport.tcp_now(self._peer)
+    def _count(self) -> _Counted:
+        tcp = self._transport.tcp(self._peer, is_now=True)
         lane = self._transport.budget_status()["peers"][self._peer]["lanes"]["measurement"]
         return _Counted(time.monotonic_ns(), time.process_time_ns(), int(lane["used_bytes"]), tcp)
 

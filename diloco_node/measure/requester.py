@@ -16,7 +16,6 @@ from diloco_node.measure.probes import (
     LATE_S,
     SENDER_GRACE_S,
     START_S,
-    FlowTimes,
     ProbeReceiver,
     ProbeReceivers,
     ProbeSender,
@@ -37,16 +36,6 @@ BODY_MADE_S: Final = 10.0
 
 REASON_S: Final = 1.0
 """When a flow breaks, the peer may be about to say why."""
-
-
-@dataclass(frozen=True, slots=True)
-class FlowRequest:
-    """A flow between here and a peer; see `MeasurementRequested`. `is_sending`: from here to there."""
-
-    peer: str
-    is_sending: bool
-    times: FlowTimes
-    bytes_max: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +125,12 @@ class MeasurementRequester:
             self._transport.send(source, request)
             return await exchange.answer(msg.LinkMeasured, limit_s)
 
-    async def flow(self, flow: FlowRequest) -> FlowMeasured:
+    async def flow(self, peer: str, request: msg.MeasurementRequested) -> FlowMeasured:
         """Fill the measurement lane one way, and count at the far end. Raises PeerError."""
-        times, peer = flow.times, flow.peer
-        request = msg.MeasurementRequested(
-            new_measurement(),
-            flow.is_sending,
-            times.warm_up_ns,
-            times.span_ns,
-            flow.bytes_max,
-        )
-        limit_s = times.total_s + START_S + LATE_S + REPLY_S
+        limit_s = (request.warm_up_ns + request.span_ns) / NS_PER_S + START_S + LATE_S + REPLY_S
         async with contextlib.AsyncExitStack() as stack:
             exchange = await stack.enter_async_context(self._exchange(peer, request.measurement))
-            if flow.is_sending:
+            if request.is_requester_sending:
                 body = await make_body(self._executor)
                 await self._until_ready(exchange, request)
                 return await self._out(exchange, ProbeSender(self._transport, peer, request, body), limit_s)
@@ -191,3 +172,8 @@ class MeasurementRequester:
 def new_measurement() -> int:
     """A number that no other measurement has."""
     return secrets.randbits(62)
+
+
+def new_flow(is_sending: bool, warm_up_ns: int, span_ns: int, bytes_max: int) -> msg.MeasurementRequested:
+    """The request for a flow to a peer, or from there."""
+    return msg.MeasurementRequested(new_measurement(), is_sending, warm_up_ns, span_ns, bytes_max)

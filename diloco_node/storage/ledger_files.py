@@ -239,10 +239,9 @@ class LedgerFile:
         still there then.
         """
         try:
-            data = self._checked_data()
-            old = LedgerFile(self._path.parent)
-            bodies = old._read_frames(data)[: truncate_from - 1 - self.base.index if truncate_from else None]
-            remaining = bodies[max(0, base.index - self.base.index) :]
+            _, bodies = self._checked_data()
+            stop = truncate_from - 1 - self.base.index if truncate_from else None
+            remaining = bodies[max(0, base.index - self.base.index) : stop]
             frames = [_frame(0, [_BASE_MARK, [base.index, base.term, base.hash, base.summary]])]
             remaining += [encode_entry(entry) for entry in entries]
             frames += [_frame(1 + number, [0, batch]) for number, batch in enumerate(_batches(remaining))]
@@ -296,7 +295,7 @@ class LedgerFile:
     def _move_to_new_file(self) -> None:
         """Copy the frames that were durable to a new file that takes the place of this one. Raises as `append`."""
         with disk_errors("copy", self._path):
-            self._replace([self._checked_data()])
+            self._replace([self._checked_data()[0]])
 
     def _replace(self, chunks: Sequence[bytes]) -> None:
         """Write a new file of these parts, which takes the place of this one. Raises OSError."""
@@ -306,8 +305,9 @@ class LedgerFile:
         self._descriptor = descriptor
         self._is_suspect = False
 
-    def _checked_data(self) -> bytes:
-        """Read back what was written. Raises OSError; LedgerLost: other bytes, or fewer, are there."""
+    def _checked_data(self) -> tuple[bytes, list[bytes]]:
+        """Read back what was written; all of it, and its entries, encoded. Raises OSError; LedgerLost: other bytes, or
+        fewer, are there."""
         data = _read_range(self._descriptor, self._end)
         copy = LedgerFile(self._path.parent)
         try:
@@ -320,7 +320,7 @@ class LedgerFile:
                 f"{self._path} has {last_index} whole entries of {self.last_index} that were "
                 f"on the disk: look at dmesg, replace the disk. {_REMEDY}"
             )
-        return data
+        return data, entries
 
     def _begin(self) -> None:
         os.ftruncate(self._descriptor, 0)

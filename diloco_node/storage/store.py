@@ -194,11 +194,6 @@ class RegionStore:
             raise LedgerGone(str(error)) from error
 
     @property
-    def disk(self) -> bytes:
-        """The folder's id; empty when it has lost it."""
-        return self._disk_id.value
-
-    @property
     def cut_bytes(self) -> int:
         """Bytes of an interrupted write that `load` cut off at the end of the ledger."""
         return self._ledger.cut_bytes

@@ -14,9 +14,8 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from diloco_node.atomic_file import sync_folder
 from diloco_node.core.bounds import INCARNATION_MAX, STEP_MAX, TOKENS_MAX
@@ -74,8 +73,7 @@ class TrainedCounter:
             self.flush()
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
+class Trained(NamedTuple):
     """Steps and tokens of one incarnation of a region's learner in its life, as its counter says."""
 
     incarnation: int

@@ -268,13 +268,11 @@ class GrpcTransport:
                 async with asyncio.timeout(GIVE_WAY_S):
                     await self._quiet.wait()
 
-    def tcp(self, peer: str) -> TcpCounters | None:
-        """Return TCP's counters of the link to a peer, as of a second ago at most; None where the kernel has none."""
-        return self.meter.tcp(peer)
-
-    async def tcp_now(self, peer: str) -> TcpCounters | None:
-        """The same as of now."""
-        self.meter.sample()
+    def tcp(self, peer: str, *, is_now: bool = False) -> TcpCounters | None:
+        """Return TCP's counters of the link to a peer, as of now, or of a second ago at most; None where the kernel has
+        none."""
+        if is_now:
+            self.meter.sample()
         return self.meter.tcp(peer)
 
     def budget_status(self) -> dict[str, Any]:

@@ -43,11 +43,11 @@ def begin(folder: Path, bodies: Sequence[EntryBody] = (), *, is_own: bool = True
     folder.mkdir()
     save_manifest(folder, MANIFEST)
     with closing(RegionStore(folder)) as store:
-        store.load(FRAGMENTS)
+        own_disk = store.load(FRAGMENTS).disk
         for fragment in range(FRAGMENTS) if has_states else ():
             theta = np.zeros(MANIFEST.fragments[fragment].size, np.float32)
             store.store_state(fragment, 0, theta, theta, bytes(32))
-        disks = tuple(store.disk if name == "b" and is_own else disk_of(name) for name in REGIONS)
+        disks = tuple(own_disk if name == "b" and is_own else disk_of(name) for name in REGIONS)
         genesis = GenesisBody("run", MANIFEST.digest, "settings", REGIONS, (bytes(32),) * FRAGMENTS, disks)
         entries = list[Entry]()
         for index, body in enumerate((LeaderBody("a"), genesis, *bodies), start=1):

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,8 +14,7 @@ from diloco_node.core.types import Ballot
 from diloco_node.measure import echoes, probes, requester
 from diloco_node.measure.measurement import MeasureCommand
 from diloco_node.measure.measuring import Measuring
-from diloco_node.measure.probes import FlowTimes
-from diloco_node.measure.requester import FlowRequest
+from diloco_node.measure.requester import new_flow
 from diloco_node.transport.authority import init_run
 from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.peer_session import LinkTimes
@@ -37,6 +36,15 @@ LINKS = LinkTimes(
     violation_backoff_s=0.2,
     silent_s=60.0,
 )
+
+
+class FlowTimes(NamedTuple):
+    """How long a flow is: `warm_up_ns` are not counted, `span_ns` are."""
+
+    warm_up_ns: int
+    span_ns: int
+
+
 QUICK = FlowTimes(100_000_000, 400_000_000)
 STRIPE = MergedStripe(Ballot(1, 2), 0, 0, 1, bytes(32), 0, 1)
 
@@ -168,9 +176,10 @@ def wish(number: int, **changes: Any) -> msg.MeasurementRequested:
     return msg.MeasurementRequested(number, **{**given, **changes})
 
 
-def a_flow(peer: str = "b", **changes: Any) -> FlowRequest:
-    given = {"is_sending": True, "times": QUICK, "bytes_max": 10**9, **changes}
-    return FlowRequest(peer, **given)
+def a_flow(
+    peer: str = "b", *, is_sending: bool = True, times: FlowTimes = QUICK, bytes_max: int = 10**9
+) -> tuple[str, msg.MeasurementRequested]:
+    return peer, new_flow(is_sending, *times, bytes_max)
 
 
 async def idle(region: Region) -> None:

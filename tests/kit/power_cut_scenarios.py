@@ -16,7 +16,7 @@ from diloco_node.daemon.final_model import write_final
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, recover_manifest, save_manifest
 from diloco_node.errors import StorageError
 from diloco_node.state_names import FINAL_NAME
-from diloco_node.storage.new_folder import new_folder
+from diloco_node.storage.durable import new_folder
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import (
     AREA_BYTES,

@@ -15,13 +15,12 @@ from diloco_node.measure import ends
 from diloco_node.measure.ends import Dialer, measuring_end
 from diloco_node.measure.measurement import MeasureCommand
 from diloco_node.measure.measuring import Measuring
-from diloco_node.measure.probes import FlowTimes
 from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.authority import init_run
 from diloco_node.transport.certificates import Identity, load_identity
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import message_tables as tables
-from tests.kit.measure_kit import DEADLINE_S, LINKS, NAMES, RUN, STRIPE, a_flow, be_patient
+from tests.kit.measure_kit import DEADLINE_S, LINKS, NAMES, RUN, STRIPE, FlowTimes, a_flow, be_patient
 from tests.kit.transport_kit import Recorder, expect_no_orphans
 
 FREE = ("127.0.0.1", 0)
@@ -79,7 +78,7 @@ async def idle(end: Measuring) -> None:
 async def test_a_flow_goes_either_way(run: Run, is_sending: bool) -> None:
     end = await run.serve()
     measuring = await run.linked()
-    found = await measuring.flow(a_flow(is_sending=is_sending))
+    found = await measuring.flow(*a_flow(is_sending=is_sending))
     assert found.received.mean > 0
     assert found.sent.wire_bytes > 0, "it goes through the measurement lane"
     assert found.sent.sent_bytes >= found.sent.retransmitted_bytes >= 0
@@ -123,7 +122,7 @@ async def test_a_mesh_says_which_pairs_it_lacks(run: Run) -> None:
 async def test_who_goes_away_in_the_middle_leaves_the_other_end_free(run: Run) -> None:
     end = await run.serve()
     async with run.dialer()(("b",)) as measuring:
-        flow = asyncio.create_task(measuring.flow(a_flow(times=FlowTimes(0, 50 * NS_PER_S))))
+        flow = asyncio.create_task(measuring.flow(*a_flow(times=FlowTimes(0, 50 * NS_PER_S))))
         async with asyncio.timeout(DEADLINE_S):
             while not end.describe():  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(0.01)

@@ -14,12 +14,23 @@ from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, Pe
 from diloco_node.measure import echoes, probes
 from diloco_node.measure.gate import ECHOES_SAVED_MAX
 from diloco_node.measure.measurement import parse_request
-from diloco_node.measure.probes import FlowTimes
 from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.kernel.congestion import own_congestion_controls
 from diloco_node.wire import measure_messages as msg
 from diloco_node.wire.measure_messages import MeasureMessage, Probe
-from tests.kit.measure_kit import DEADLINE_S, MB, NAMES, STRIPE, Region, Regions, a_flow, be_patient, idle, wish
+from tests.kit.measure_kit import (
+    DEADLINE_S,
+    MB,
+    NAMES,
+    STRIPE,
+    FlowTimes,
+    Region,
+    Regions,
+    a_flow,
+    be_patient,
+    idle,
+    wish,
+)
 
 BURST_S = 0.25
 """So much of a budget may have been saved up when work begins, and gone before it is booked."""
@@ -54,7 +65,7 @@ async def test_round_trips_under_load_meet_the_load(regions: Regions) -> None:
     times = FlowTimes(100_000_000, 2 * NS_PER_S)
     for is_sending, sender, peer in ((True, a, "b"), (False, b, "a")):
         before = sender.lane(peer)
-        found = await a.measuring.loaded_latency(a_flow(is_sending=is_sending, times=times), 0.3)
+        found = await a.measuring.loaded_latency(*a_flow(is_sending=is_sending, times=times), 0.3)
         assert found.answered > 0
         assert sender.lane(peer) - before > 64 * 1024, "at least a transfer"
 
@@ -63,7 +74,7 @@ async def test_a_load_that_is_over_before_the_link_is_full_is_none(regions: Regi
     a, _ = await regions.start()
     short = a_flow(times=FlowTimes(30 * NS_PER_S, 60 * NS_PER_S), bytes_max=10**5)
     with pytest.raises(LinkLost, match="100000 bytes were used up before the link was full: allow more with --most"):
-        await a.measuring.loaded_latency(short, 0.1)
+        await a.measuring.loaded_latency(*short, 0.1)
     assert a.measuring.describe() == ""
 
 
@@ -114,7 +125,7 @@ async def test_goodput_within_the_senders_budget_is_booked_under_measurement(
     times = FlowTimes(300_000_000, 1_000_000_000)
     loop = asyncio.get_running_loop()
     started_s = loop.time()
-    found = await a.measuring.flow(a_flow(is_sending=is_sending, times=times))
+    found = await a.measuring.flow(*a_flow(is_sending=is_sending, times=times))
     assert sender.lane(peer) <= rate * (loop.time() - started_s + BURST_S)
     assert 0 < found.received.mean * times.span_ns / NS_PER_S < sender.lane(peer)
     assert found.received.p10 <= found.received.median <= found.received.p90
@@ -130,7 +141,7 @@ async def test_a_flow_ends_with_its_bytes(regions: Regions) -> None:
     times = FlowTimes(200_000_000, 60 * NS_PER_S)
     for is_sending, sender, peer in ((True, a, "b"), (False, b, "a")):
         before = sender.lane(peer)
-        found = await a.measuring.flow(a_flow(times=times, bytes_max=2 * MB, is_sending=is_sending))
+        found = await a.measuring.flow(*a_flow(times=times, bytes_max=2 * MB, is_sending=is_sending))
         assert found.used_bytes == 2 * MB
         assert 2 * MB < sender.lane(peer) - before < 2.6 * MB
         assert found.received.span_ns < times.span_ns // 2
@@ -141,7 +152,7 @@ async def test_rounds_go_before_a_measurement(regions: Regions) -> None:
     rate = 2 * MB
     a, b = await regions.start(budget={"a": BudgetPlan(RateLimits(egress=rate))})
     times = FlowTimes(100_000_000, 60 * NS_PER_S)
-    flow = asyncio.create_task(a.measuring.flow(a_flow(times=times, bytes_max=2 * MB)))
+    flow = asyncio.create_task(a.measuring.flow(*a_flow(times=times, bytes_max=2 * MB)))
     async with asyncio.timeout(DEADLINE_S):
         while a.lane("b") < MB // 4:  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.01)
@@ -211,23 +222,27 @@ async def test_a_mesh_tells_which_rows_could_not_be_reached(regions: Regions) ->
 
 async def test_a_peer_that_is_busy_says_with_what(regions: Regions) -> None:
     a, b, c = await regions.start("abc", {"c": BudgetPlan(RateLimits(egress=1 * MB))})
-    flow = asyncio.create_task(c.measuring.flow(a_flow("b", times=FlowTimes(0, 50 * NS_PER_S))))
+    flow = asyncio.create_task(c.measuring.flow(*a_flow("b", times=FlowTimes(0, 50 * NS_PER_S))))
     await b.until(lambda: b.measuring.describe())
     with pytest.raises(PeerError, match=r"b can't: busy with another measurement: bandwidth from c \(asked by c"):
-        await a.measuring.flow(a_flow("b"))
+        await a.measuring.flow(*a_flow("b"))
     with pytest.raises(PeerError, match=r"c is busy with another measurement: bandwidth to b \(since"):
         await c.measuring.latency("a", 0.1)
     flow.cancel()
     await asyncio.gather(flow, return_exceptions=True)
     await idle(b)
-    assert (await a.measuring.flow(a_flow("b"))).received.mean > 0
+    assert (await a.measuring.flow(*a_flow("b"))).received.mean > 0
 
 
 async def test_no_link_is_said_with_its_reason(regions: Regions) -> None:
     a, b = await regions.start()
     await b.stop()
     await a.until(lambda: not a.up)
-    for work in (a.measuring.latency("b", 0.1), a.measuring.flow(a_flow()), a.measuring.loaded_latency(a_flow(), 0.1)):
+    for work in (
+        a.measuring.latency("b", 0.1),
+        a.measuring.flow(*a_flow()),
+        a.measuring.loaded_latency(*a_flow(), 0.1),
+    ):
         with pytest.raises(PeersUnreachable, match="a has no link to b"):
             await work
     assert a.measuring.describe() == ""
@@ -236,7 +251,7 @@ async def test_no_link_is_said_with_its_reason(regions: Regions) -> None:
 @pytest.mark.parametrize("is_sending", [True, False], ids=["out", "in"])
 async def test_a_link_that_is_lost_ends_the_measurement_on_both_sides(regions: Regions, is_sending: bool) -> None:
     a, b = await regions.start(budget=dict.fromkeys("ab", BudgetPlan(RateLimits(egress=1 * MB))))
-    flow = asyncio.create_task(a.measuring.flow(a_flow(is_sending=is_sending, times=FlowTimes(0, 50 * NS_PER_S))))
+    flow = asyncio.create_task(a.measuring.flow(*a_flow(is_sending=is_sending, times=FlowTimes(0, 50 * NS_PER_S))))
     await b.until(lambda: b.measuring.describe())
     await asyncio.sleep(0.1)
     a.transport.links["b"].drop("a test")
@@ -251,7 +266,7 @@ async def test_a_link_that_is_lost_ends_the_measurement_on_both_sides(regions: R
 @pytest.mark.parametrize("is_sending", [True, False], ids=["out", "in"])
 async def test_who_goes_away_in_the_middle_stops_the_other_end(regions: Regions, is_sending: bool) -> None:
     a, b = await regions.start(budget=dict.fromkeys("ab", BudgetPlan(RateLimits(egress=1 * MB))))
-    flow = asyncio.create_task(a.measuring.flow(a_flow(is_sending=is_sending, times=FlowTimes(0, 50 * NS_PER_S))))
+    flow = asyncio.create_task(a.measuring.flow(*a_flow(is_sending=is_sending, times=FlowTimes(0, 50 * NS_PER_S))))
     await b.until(lambda: b.measuring.describe())
     await asyncio.sleep(0.1)
     flow.cancel()
@@ -259,7 +274,7 @@ async def test_who_goes_away_in_the_middle_stops_the_other_end(regions: Regions,
     assert a.measuring.describe() == ""
     await idle(b)
     assert a.up == {"b"}, "giving up is no reason to lose the link"
-    assert (await a.measuring.flow(a_flow(is_sending=is_sending))).received.mean > 0
+    assert (await a.measuring.flow(*a_flow(is_sending=is_sending))).received.mean > 0
 
 
 async def test_nothing_that_arrives_is_an_error_and_not_a_rate(
@@ -273,7 +288,7 @@ async def test_nothing_that_arrives_is_an_error_and_not_a_rate(
 
     monkeypatch.setattr(b.transport, "transfer", no_transfer)
     with pytest.raises(LinkLost, match="nothing arrived in 0 s: rounds and recovery go before"):
-        await a.measuring.flow(a_flow(is_sending=False))
+        await a.measuring.flow(*a_flow(is_sending=False))
     assert a.measuring.describe() == ""
 
 
@@ -394,7 +409,7 @@ async def test_late_and_foreign_answers_are_nothing(regions: Regions) -> None:
 async def test_a_peer_that_answers_nonsense_fails_the_measurement_only(regions: Regions) -> None:
     a, b = await regions.start()
     exchanges = a.measuring.requester.exchanges
-    flow = asyncio.create_task(a.measuring.flow(a_flow()))
+    flow = asyncio.create_task(a.measuring.flow(*a_flow()))
     await b.until(lambda: b.measuring.describe())
     (number,) = (key[1] for key in exchanges)
     b.transport.send("a", msg.MeasurementSent(number, 0, 0, 0, 0, 0))
@@ -405,7 +420,7 @@ async def test_a_peer_that_answers_nonsense_fails_the_measurement_only(regions: 
 
 async def test_what_a_peer_says_in_its_own_words_is_no_command_to_a_terminal(regions: Regions) -> None:
     a, b = await regions.start()
-    flow = asyncio.create_task(a.measuring.flow(a_flow()))
+    flow = asyncio.create_task(a.measuring.flow(*a_flow()))
     await b.until(lambda: b.measuring.describe())
     (number,) = (key[1] for key in a.measuring.requester.exchanges)
     b.transport.send("a", msg.MeasurementDeclined(number, "no\x1b[2J\nné"))

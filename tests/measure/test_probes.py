@@ -28,7 +28,7 @@ class Link:
         self.enough = enough
         self.end: ProbeSender
         self.error: LinkLost | None = None
-        self.tcp: list[TcpCounters | None] = [None, None, None]
+        self.counters: list[TcpCounters | None] = [None, None, None]
         self.ways = 0
 
     async def transfer(self, peer: str, header: Probe, body: memoryview) -> None:
@@ -44,8 +44,8 @@ class Link:
     async def give_way(self) -> None:
         self.ways += 1
 
-    async def tcp_now(self, peer: str) -> TcpCounters | None:
-        return self.tcp.pop(0)
+    def tcp(self, peer: str, *, is_now: bool) -> TcpCounters | None:
+        return self.counters.pop(0)
 
     def sends(self, bytes_max: int, span_ns: int = 60 * NS_PER_S) -> ProbeSender:
         request = wish(7, span_ns=span_ns, bytes_max=bytes_max)
@@ -77,7 +77,7 @@ async def test_no_more_is_sent_than_was_agreed_to_in_pieces_that_double_at_most(
 
 async def test_it_ends_when_enough_has_arrived_and_tells_what_tcp_did_after_the_warm_up() -> None:
     link = Link(enough=3 * MB)
-    link.tcp = [TcpCounters(5, 1, 0), TcpCounters(100, 10, 0), TcpCounters(700, 30, 0)]
+    link.counters = [TcpCounters(5, 1, 0), TcpCounters(100, 10, 0), TcpCounters(700, 30, 0)]
     found = await link.sends(100 * MB).run()
     assert 3 * MB <= sum(link.sizes) < 100 * MB
     # No warm-up: the first count is of before it, the second of its end.

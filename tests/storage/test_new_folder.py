@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from diloco_node.errors import ConfigError, StorageError
-from diloco_node.storage import new_folder as module
-from diloco_node.storage.new_folder import new_folder
+from diloco_node.storage import durable
+from diloco_node.storage.durable import new_folder
 
 
 def write(folder: Path, content: str, *, is_forced: bool = False) -> None:
@@ -33,7 +33,7 @@ def test_a_disk_that_refuses_leaves_the_old_folder(tmp_path: Path, monkeypatch: 
     def refuse(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "sync_folder", refuse)
+    monkeypatch.setattr(durable, "sync_folder", refuse)
     with pytest.raises(StorageError, match="the disk is full"):
         write(tmp_path / "out", "second", is_forced=True)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["first"]

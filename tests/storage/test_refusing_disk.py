@@ -154,7 +154,7 @@ def test_a_log_that_can_not_be_read_back_after_a_failed_fdatasync_is_lost(
         with pytest.raises(LedgerLost, match="read back") as found:
             store.persist(1, "a", 0, entries[2:])
     assert found.value.exit_code == 6, "with its id it must not start again"
-    before = store.disk
+    before = store._disk_id.value
     path.write_bytes(whole[:40])
     with pytest.raises(LedgerGone, match="0 whole entries of 2"):
         store.persist(1, "a", 0, entries[2:])

@@ -51,31 +51,22 @@ class NodeStatus:
         """The status document."""
         node, runtime = self._node, self._node.runtime
         facts, store, view = node.facts.document(node.learner), runtime.store, node.core.view()
-        return region_status(
-            view,
-            run_id=runtime.spec.run_id,
-            state=self._state(view),
-            learner=node.learner,
-            transport=node.transport,
-            notes=runtime.notes,
-            round_log=node.facts.rounds.rows(),
-            now_ns=runtime.now_ns(),
-            extra={
-                "pids": {"supervisor": os.getppid(), "daemon": os.getpid(), "learner": node.learner.pid},
-                "budget_warning": node.budget_watch.text,
-                "merge_pace": node.budget_watch.pace(),
-                "buffered_bytes": node.effects.stripes.table.buffered_bytes(),
-                "events": node.pump.events_total,
-                "tasks": len(asyncio.all_tasks()),
-                "manifest_digest": node.parameters.manifest.digest,
-                **facts,
-                **({"reason": behind} if (behind := self._behind(view)) else {}),
-                "members": members_document(node.core.ledger.disks, self._signs(view)),
-                "disk": facts["disk"] | {"files_set_aside": len(store.set_aside), "ledger_cut_bytes": store.cut_bytes},
-                "measurement": node.measuring.describe(),
-                "parameters": node.parameters.manifest.size,
-            },
-        )
+        own = {
+            "pids": {"supervisor": os.getppid(), "daemon": os.getpid(), "learner": node.learner.pid},
+            "budget_warning": node.budget_watch.text,
+            "merge_pace": node.budget_watch.pace(),
+            "buffered_bytes": node.effects.stripes.table.buffered_bytes(),
+            "events": node.pump.events_total,
+            "tasks": len(asyncio.all_tasks()),
+            "manifest_digest": node.parameters.manifest.digest,
+            **facts,
+            **({"reason": behind} if (behind := self._behind(view)) else {}),
+            "members": members_document(node.core.ledger.disks, self._signs(view)),
+            "disk": facts["disk"] | {"files_set_aside": len(store.set_aside), "ledger_cut_bytes": store.cut_bytes},
+            "measurement": node.measuring.describe(),
+            "parameters": node.parameters.manifest.size,
+        }
+        return region_status(node, view, self._state(view), own)
 
     def _signs(self, view: RegionView) -> MemberSigns:
         node = self._node

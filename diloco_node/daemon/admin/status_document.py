@@ -8,7 +8,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
@@ -23,7 +23,9 @@ from diloco_node.escaping import escaped, escaped_document
 from diloco_node.storage.durable import replace_file
 from diloco_node.transport.kernel.wire_meter import PeerTraffic
 from diloco_node.transport.link_status import PeerStatus
-from diloco_node.transport.transport import GrpcTransport
+
+if TYPE_CHECKING:  # which has one of each
+    from diloco_node.daemon.node import Node
 
 NOTES_SHOWN_MAX: Final = 64
 
@@ -103,19 +105,9 @@ def write_report(state_dir: Path, report: Mapping[str, Any]) -> None:
     replace_file(state_dir / REPORT_NAME, [(json.dumps(report, indent=1) + "\n").encode()])
 
 
-def region_status(
-    view: RegionView,
-    *,
-    run_id: str,
-    state: str,
-    learner: LearnerProxy,
-    transport: GrpcTransport,
-    notes: NoteBook,
-    round_log: list[dict[str, Any]],
-    now_ns: int,
-    extra: Mapping[str, Any],
-) -> dict[str, Any]:
+def region_status(node: Node, view: RegionView, state: str, extra: Mapping[str, Any]) -> dict[str, Any]:
     """The status document: plain values only, ready for JSON, all texts fit to be shown."""
+    learner, transport, notes, now_ns = node.learner, node.transport, node.runtime.notes, node.runtime.now_ns()
     traffic, links = transport.traffic(), transport.peer_status()
     ratios = dict(view.participation)
     facts = learner.facts
@@ -125,7 +117,7 @@ def region_status(
     )
     document: dict[str, Any] = {
         "region": view.region,
-        "run_id": run_id,
+        "run_id": node.runtime.spec.run_id,
         "state": state,
         "role": view.role,
         "leader": view.leader,
@@ -173,7 +165,8 @@ def region_status(
         **extra,
     }
     # Reasons and errors are in part the words of peers. Notes and rounds were escaped when they were made.
-    return {**escaped_document(document), "notes": [dict(note) for note in notes.last], "round_log": round_log}
+    own_rows = {"notes": [dict(note) for note in notes.last], "round_log": node.facts.rounds.rows()}
+    return {**escaped_document(document), **own_rows}
 
 
 def _headline(view: RegionView) -> str:

@@ -261,12 +261,7 @@ class Reception:
         self._welcomed_ns = self._runtime.now_ns()
         self._send_shards()
         self._send_position(position)
-        self._learner.on_attach(
-            attach,
-            incarnation,
-            tuple((life.incarnation, life.steps, life.tokens) for life in predecessors),
-            writes_initial=wants_initial_state,
-        )
+        self._learner.on_attach(attach, incarnation, predecessors, writes_initial=wants_initial_state)
         self._listing = attach.listing
         self._compare_frozen()
 

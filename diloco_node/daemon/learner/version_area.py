@@ -81,7 +81,7 @@ class VersionArea:
         `release_initial`. Per fragment, base_slots: where its base is, or NO_SLOT; base_versions: the base."""
         # The parameters begin with Theta_0: no version of theirs can be here.
         assert not (writes_initial and self._own), self._own
-        self._begin_generation()
+        self.end_learner()
         self._has_learner = True
         self.is_lent = writes_initial
         self._base = {fragment: slot for fragment, slot in enumerate(base_slots) if slot != NO_SLOT}
@@ -89,7 +89,11 @@ class VersionArea:
 
     def end_learner(self) -> None:
         """Its connection is gone. It may live and read on, until it attaches again or another one does."""
-        self._begin_generation()
+        self.generation += 1
+        self._has_learner = self.is_lent = False
+        self._offered.clear()
+        self._lent_slots.clear()
+        self._waiting.clear()
 
     def is_offered(self, fragment: int, version: int) -> bool:
         """Whether the learner was offered exactly this, and has not taken it yet."""
@@ -171,7 +175,7 @@ class VersionArea:
 
     def close(self) -> None:
         """Let go of the shared memory: nothing is offered any more."""
-        self._begin_generation()
+        self.end_learner()
         self.area = np.zeros((0, 0), np.float32)
 
     def _send_offer(self, order: OfferVersion, slot: int) -> None:
@@ -190,10 +194,3 @@ class VersionArea:
     def _offer_waiting(self) -> None:
         for fragment in sorted(self._waiting.keys() - self._offered.keys()):
             self.offer(self._waiting.pop(fragment))
-
-    def _begin_generation(self) -> None:
-        self.generation += 1
-        self._has_learner = self.is_lent = False
-        self._offered.clear()
-        self._lent_slots.clear()
-        self._waiting.clear()

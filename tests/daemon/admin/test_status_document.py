@@ -111,17 +111,13 @@ TRANSPORT: Any = SimpleNamespace(
 
 
 def status_of(view: RegionView, learner: Any = None, notes: NoteBook | None = None) -> dict[str, Any]:
-    return region_status(
-        view,
-        run_id="run1",
-        state="training",
-        learner=learner or learner_of(view.learner),
-        transport=TRANSPORT,
-        notes=notes or NoteBook("us", lambda: 0),
-        round_log=[],
-        now_ns=5 * SECOND,
-        extra={"events": 99, "buffered_bytes": 17, "tasks": 23},
+    runtime = SimpleNamespace(
+        notes=notes or NoteBook("us", lambda: 0), now_ns=lambda: 5 * SECOND, spec=SimpleNamespace(run_id="run1")
     )
+    facts = SimpleNamespace(rounds=SimpleNamespace(rows=list))
+    learner = learner or learner_of(view.learner)
+    node: Any = SimpleNamespace(learner=learner, transport=TRANSPORT, runtime=runtime, facts=facts)
+    return region_status(node, view, "training", {"events": 99, "buffered_bytes": 17, "tasks": 23})
 
 
 def test_the_document_is_plain_json_with_times_in_seconds() -> None:
