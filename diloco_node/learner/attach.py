@@ -44,7 +44,7 @@ from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.leaving import EndWish, end_on_final, failure, is_at_end, note_refusal_of_rank, refusals_noted
 from diloco_node.learner.local_fragments import LearnerFragments
 from diloco_node.learner.loop_view import LoopView
-from diloco_node.learner.loss import HeldOutLoss, HeldOutLosses
+from diloco_node.learner.loss import NOT_EVALUATED, HeldOutLoss, held_out_losses
 from diloco_node.learner.loss_watch import LossWatch
 from diloco_node.learner.model_state import SavedStates, model_state
 from diloco_node.learner.model_watch import ModelWatch
@@ -150,7 +150,7 @@ class Diloco(LoopView):
         self._watch: ModelWatch | None = None
         self._refusal: LearnerError | None = None  # it ends with that, also where the loop has caught it
         self._terminate, self._place, self._wish = TerminateFlag(), LearnerPlace(), EndWish()
-        self._ranks, self._auto_step, self._held_out = Ranks(), auto_step, HeldOutLosses()
+        self._ranks, self._auto_step, self._held_out = Ranks(), auto_step, NOT_EVALUATED
         self._saves = SavedStates(tensors, self._ranks, self._checkpoints.hold)
         try:
             self._join()
@@ -268,7 +268,7 @@ class Diloco(LoopView):
             raise LearnerError(f"{call} after the `with` block, after close(), or in a child: no learner is here")
 
     def _report(self, session: LearnerSession) -> None:
-        session.report(self._losses.loss.newest(), self._blocked_ns, self.global_step, **self._held_out.fields)
+        session.report(self._losses.loss.newest(), self._blocked_ns, self.global_step, **self._held_out)
 
     def busy(self, activity: str, *, at_most_s: float = BUSY_MAX_S) -> contextlib.AbstractContextManager[None]:
         """Announce a pause without steps: `with diloco.busy("evaluation"):`. Before `at_most_s` it is no hang.
@@ -280,7 +280,7 @@ class Diloco(LoopView):
 
     def evaluated(self, *, val_loss: HeldOutLoss = None, val_loss_global: HeldOutLoss = None) -> None:
         """Tell held-out losses, of the own and of the global parameters; waits for tensors. Raises LearnerError."""
-        self._held_out = HeldOutLosses.at(self.global_step, val_loss, val_loss_global, warn=self._warn)
+        self._held_out = held_out_losses(self.global_step, val_loss, val_loss_global, warn=self._warn)
         if self._session is not None and self.steps and not self._is_closed:
             self._report(self._session)
 
@@ -400,7 +400,7 @@ class Diloco(LoopView):
             if session is None or self._is_closed or self.is_interrupted:
                 return self._close(None)
             counts = session.fragments.step, session.fragments.tokens
-            self._close(Done(*counts, blocked_ns=self._blocked_ns, **self._held_out.fields))
+            self._close(Done(*counts, blocked_ns=self._blocked_ns, **self._held_out))
 
     def _fail(self, error: BaseException) -> None:
         last = failure(error)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -64,36 +63,26 @@ HeldOutLoss = Tensor | float | None
 """A loss as an evaluation gives it; of several values the mean counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOutLosses:
-    """The last evaluation, at the run's `val_step`, of own and of global parameters. None: not measured, not finite."""
+NOT_EVALUATED: Final[Mapping[str, Any]] = {"val_loss": None, "val_loss_global": None, "val_step": None}
+"""The last evaluation as fields of messages: of own and of global parameters, at a step of the run. None: not measured,
+or not finite."""
 
-    val_loss: float | None = None
-    val_loss_global: float | None = None
-    val_step: int | None = None
 
-    @classmethod
-    def at(
-        cls, step: int, val_loss: HeldOutLoss, val_loss_global: HeldOutLoss, *, warn: Callable[[str], None]
-    ) -> HeldOutLosses:
-        """Read the losses of an evaluation at this step; waits for their devices. Those not finite are left out, told.
-
-        Raises LearnerError: one is no number, or this rank has only a part of it.
-        """
-        values = {
-            name: _number(loss, "evaluated", name)
-            for name, loss in (("val_loss", val_loss), ("val_loss_global", val_loss_global))
-            if loss is not None
-        }
-        for name, value in values.items():
-            if finite(value) is None:
-                warn(f"evaluated({name}={value}) at step {step}: not finite, so the last one that was is still shown")
-        return cls(finite(values.get("val_loss")), finite(values.get("val_loss_global")), step)
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """As fields of a message."""
-        return {name: getattr(self, name) for name in self.__slots__}
+def held_out_losses(
+    step: int, val_loss: HeldOutLoss, val_loss_global: HeldOutLoss, *, warn: Callable[[str], None]
+) -> dict[str, Any]:
+    """Read the losses of an evaluation at this step, as `NOT_EVALUATED` has them; waits for their devices. Those that
+    are not finite are left out, and told. Raises LearnerError: one is no number, or this rank has only a part of it.
+    """
+    values = {
+        name: _number(loss, "evaluated", name)
+        for name, loss in (("val_loss", val_loss), ("val_loss_global", val_loss_global))
+        if loss is not None
+    }
+    for name, value in values.items():
+        if finite(value) is None:
+            warn(f"evaluated({name}={value}) at step {step}: not finite, so the last one that was is still shown")
+    return {**NOT_EVALUATED, **{name: finite(value) for name, value in values.items()}, "val_step": step}
 
 
 def _number(loss: Tensor | float, call: str, name: str) -> float:

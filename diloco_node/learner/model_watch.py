@@ -44,7 +44,6 @@ from diloco_node.learner.tensor_forms import (
     TensorPlaces,
     check_apart,
     check_not_replaced,
-    is_clamped,
     is_constrained,
     sample_of,
     stack,
@@ -165,22 +164,19 @@ class ModelWatch:
         Raises LearnerError: one was loaded, replaced or resized since `attach`, or an optimizer trains a copy of it.
         """
         with self._refusing():
-            self._check(has_orders)
-
-    def _check(self, has_orders: bool) -> None:
-        self._check_model()
-        self._still.check(self._steps.told)
-        self._states.check()
-        if self._steps.tell(filter(None, self._optimizers.values())):
-            self._still.begin_again()
-        self.check_writes(is_sampled=has_orders or next((weight.is_cpu for weight in self._weights), True))
-        if self._written:
-            # The first step was made by no optimizer that calls hooks: a loop's own arithmetic, or a compiled step.
-            self._compare(is_trained=True)
-        self._hear()
-        for record in filter(None, self._optimizers.values()):
-            if record.sample is not None and not record.is_stepping and not record.is_followed(self._steps.told):
-                record.note(is_step=True)  # a replay of a captured step counts no writes
+            self._check_model()
+            self._still.check(self._steps.told)
+            self._states.check()
+            if self._steps.tell(filter(None, self._optimizers.values())):
+                self._still.begin_again()
+            self.check_writes(is_sampled=has_orders or next((weight.is_cpu for weight in self._weights), True))
+            if self._written:
+                # The first step was made by no optimizer that calls hooks: a loop's own arithmetic, or a compiled step.
+                self._compare(is_trained=True)
+            self._hear()
+            for record in filter(None, self._optimizers.values()):
+                if record.sample is not None and not record.is_stepping and not record.is_followed(self._steps.told):
+                    record.note(is_step=True)  # a replay of a captured step counts no writes
 
     def note_writes(self, versions: int) -> None:
         """Say how many versions this learner has written into the parameters so far."""
@@ -351,7 +347,7 @@ class ModelWatch:
         pairs = [(sample_of(tensor), sample) for tensor, sample in zip(self._weights, samples, strict=True)]
         counts = [(new != old).sum() * ~(torch.dist(new, old) <= NOISE * old.norm()) for new, old in pairs]
         differing = [
-            n * ~(is_constrained if tensor in self._renormed else is_clamped)(sample, value)
+            n * ~is_constrained(sample, value, by_shrinking=tensor in self._renormed)
             for tensor, n, (value, sample) in zip(self._weights, counts, pairs, strict=True)
         ]
         count = stack(differing).sum()

@@ -208,25 +208,17 @@ def _slices(shards: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
             yield number, shard.new_empty(0).set_(storage, offset, (size,), (1,))
 
 
-def is_clamped(before: Tensor, now: Tensor) -> Tensor:
-    """Whether values were cut off at two bounds, as constraints of a loop do, and a load does not."""
+def is_constrained(before: Tensor, now: Tensor, *, by_shrinking: bool = True) -> Tensor:
+    """Whether values were cut off at two bounds, as constraints of a loop do, and a load does not.
+
+    by_shrinking: or each stayed or went towards zero, some not all the way, as with a mask or a limit of the norm.
+    """
     if not now.numel():
         return torch.ones((), dtype=torch.bool, device=now.device)
     low, high = now.min(), now.max()
-    return (before.clamp(low, high) == now).all() & ((low < high) | is_shrunk(before, now))
-
-
-def is_constrained(before: Tensor, now: Tensor) -> Tensor:
-    """Whether `is_clamped` or `is_shrunk` is true; on a device each operator is a launch."""
-    if not now.numel():
-        return torch.ones((), dtype=torch.bool, device=now.device)
-    low, high = now.min(), now.max()
-    return ((before.clamp(low, high) == now).all() & (low < high)) | is_shrunk(before, now)
-
-
-def is_shrunk(before: Tensor, now: Tensor) -> Tensor:
-    """Whether each value stayed or went towards zero, some not all the way, as with a mask or a limit of the norm."""
-    return ((now * before >= 0) & (now.abs() <= before.abs())).all() & now.any()
+    is_shrunk = ((now * before >= 0) & (now.abs() <= before.abs())).all() & now.any()
+    is_clamped = (before.clamp(low, high) == now).all()
+    return (is_clamped & (low < high)) | is_shrunk if by_shrinking else is_clamped & ((low < high) | is_shrunk)
 
 
 def stack(scalars: Iterable[Tensor]) -> Tensor:

@@ -153,17 +153,10 @@ class ChildLog:
 
 class Child:
     """A process that the supervisor keeps running, through all its lives. death_signal: what it gets when that dies.
-    logs_errors_only: its standard output is shown, and not logged. is_shown: its log is, too."""
+    logs_errors_only: its standard output is shown, and not logged; its log is shown only to who wants to see all."""
 
     def __init__(
-        self,
-        name: str,
-        command: list[str],
-        death_signal: int,
-        spec: SupervisorSpec,
-        *,
-        logs_errors_only: bool = False,
-        is_shown: bool = True,
+        self, name: str, command: list[str], death_signal: int, spec: SupervisorSpec, *, logs_errors_only: bool = False
     ) -> None:
         self.name = name
         self.starts = 0
@@ -172,7 +165,7 @@ class Child:
         self._death_signal = death_signal
         self._spec = spec
         self._logs_errors_only = logs_errors_only
-        is_echoing = spec.is_echoing and (spec.is_verbose or is_shown)
+        is_echoing = spec.is_echoing and (spec.is_verbose or not logs_errors_only)
         self.log = ChildLog(spec.state_dir / "logs" / f"{name}.log", is_echoing)
         self.forks: ForkServer | None = None
         self._process: subprocess.Popen[bytes] | Forked | None = None

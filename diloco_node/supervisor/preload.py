@@ -83,9 +83,7 @@ class Forked:
         self._has_ended = False
 
     def wait(self) -> int:
-        """Its exit code, negative for a signal. Call once."""
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        """Its exit code, negative for a signal. Call once, when it has ended or is being killed."""
         # From here on the number may belong to another process.
         with self._lock:
             self._has_ended = True

@@ -115,7 +115,7 @@ class _Supervisor:
         self._is_ready = False
         # Whether the daemon is to read its settings again, and was not there yet, or would have died of the signal.
         self._wants_reload = False
-        self._daemon = Child("daemon", spec.daemon_command, signal.SIGKILL, spec, logs_errors_only=True, is_shown=False)
+        self._daemon = Child("daemon", spec.daemon_command, signal.SIGKILL, spec, logs_errors_only=True)
         # In the order of their start.
         self._children = [self._daemon]
         self._learner: Child | None = None

@@ -55,8 +55,8 @@ class Corpus:
         return windows_at(self.held_out, starts, context)
 
 
-def load_corpus(paths: Sequence[str | Path] = (), *, bytes_max: int = 0) -> Corpus:
-    """Read files and folders of text, up to `bytes_max` (0: all); without paths, Python's standard library.
+def load_corpus(paths: Sequence[str | Path] = ()) -> Corpus:
+    """Read files and folders of text; without paths, Python's standard library.
 
     Files of a folder are taken in order of their relative path; hidden ones, binary ones, symbolic links and folders of
     installed packages are left out. About 5 % of the files, chosen by a hash of their relative path, are held out.
@@ -67,10 +67,9 @@ def load_corpus(paths: Sequence[str | Path] = (), *, bytes_max: int = 0) -> Corp
     contents: tuple[list[bytes], list[bytes]] = ([], [])
     total = 0
     for file in text_files(paths):
-        content = file.read() if not bytes_max or total < bytes_max else None
-        if content is None:  # it is binary, unreadable, or beyond the limit
+        content = file.read()
+        if content is None:
             continue
-        content = content[: bytes_max - total] if bytes_max else content
         total += len(content)
         if total > MEMORY_BYTES_MAX:
             raise ConfigError(

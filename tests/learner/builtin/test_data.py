@@ -117,13 +117,8 @@ def test_binary_hidden_and_installed_files_are_left_out(tmp_path: Path):
     assert len(corpus.train) + len(corpus.held_out) == len(keep)
 
 
-def test_reading_stops_at_the_limit(tmp_path: Path):
-    corpus = load_corpus([folder_with(tmp_path, {f"{n}.txt": b"w" * 50_000 for n in range(9)})], bytes_max=120_000)
-    assert len(corpus.train) + len(corpus.held_out) == 120_000
-
-
 def test_the_standard_library_is_there_by_default_and_is_python():
-    corpus = load_corpus(bytes_max=2_000_000)
+    corpus = load_corpus()
     assert b"import " in corpus.train.tobytes()
     assert b"def " in corpus.held_out.tobytes()
 
