@@ -73,8 +73,8 @@ def find_targets(places: Sequence[str], config: Path | None) -> list[Target]:
 
 
 def targets_in(place: str) -> list[Target]:
-    """Find the regions in a folder, at most three levels below it, or the one at an admin port; empty: it is neither.
-    Raises ConfigError: a port file is damaged."""
+    """Find the regions in a folder, as `folders_with` does, or the one at an admin port; empty: it is neither. Raises
+    ConfigError: a port file is damaged."""
     from diloco_node.cli.admin_client import Target, target_in
     from diloco_node.cli.existing_state import finished_status
 
@@ -147,13 +147,13 @@ def _settings(place: str | None, config: Path | None, file: str) -> NodeConfig:
 
 
 def folders_with(file: str, folder: Path) -> list[Path]:
-    """Folders that hold a file, which may be named itself: this one, or those up to three levels below it, as in the
-    folder for all regions of a machine that `init` names."""
+    """Folders that hold a file, which may be named itself: this one, those one or two levels below it, or those in the
+    folder of all regions of a machine, as `init` makes it."""
     if not is_there(folder):
         return []
     if folder.name == file and folder.is_file():
         return [folder.parent]
-    paths = [path for depth in ("", "*/", "*/*/", "*/*/*/") for path in folder.glob(f"{depth}{file}")]
+    paths = [path for depth in ("", "*/", "*/*/", "*/state/*/") for path in folder.glob(f"{depth}{file}")]
     return sorted(path.parent for path in paths)
 
 

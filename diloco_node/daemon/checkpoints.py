@@ -130,8 +130,8 @@ def version_faults(place: str | Path, version: int | None) -> tuple[int, list[st
 
     Returns: how many files were read, or fragments computed, and a line for each that differs, with its name.
 
-    Raises ConfigError: the version can't be had. StorageError: a ledger is damaged, disk or store refuse, or a file of
-    a region's version differs.
+    Raises ConfigError: the version can't be had, or there are no copies. StorageError: a ledger is damaged, disk or
+    store refuse, or a file of a region's version differs.
     """
     if (copies := copies_at(place)) is not None:
         return _copy_faults(copies, version)

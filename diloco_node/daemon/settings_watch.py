@@ -40,6 +40,7 @@ class SettingsWatch:
         self.shown, self.joiner_settings = spec.settings_shown, spec.joiner_settings
         self._region, self._note = spec.region, note
         self._file = dict(line.split("=", 1) for line in spec.shared_settings)
+        self._unset = [key for key, _, origin in self.shown if origin == "default"]
         self._settings = spec.settings
 
     @property
@@ -54,8 +55,7 @@ class SettingsWatch:
         before, self._settings = SettingsBody.of(self._settings), settings
         if (body := SettingsBody.of(settings)) == before:
             return False
-        unset = [key for key, _, origin in self.shown if origin == "default"]
-        changes, differences = change_lines(before, body), difference_lines(self._file, body, unset=unset)
+        changes, differences = change_lines(before, body), difference_lines(self._file, body, unset=self._unset)
         text = f"settings of the run by its ledger: {', '.join(changes)}"
         console_line(self._region, text)
         self._note(Note("settings", "; ".join((text, *differences))))

@@ -64,8 +64,8 @@ HeldOutLoss = Tensor | float | None
 
 
 NOT_EVALUATED: Final[Mapping[str, Any]] = {"val_loss": None, "val_loss_global": None, "val_step": None}
-"""The last evaluation as fields of messages: of own and of global parameters, at a step of the run. None: not measured,
-or not finite."""
+"""Held-out losses of own and of global parameters, at a step of the run, as fields of messages, before there are any.
+Later None is: not measured, or not finite."""
 
 
 def held_out_losses(

@@ -139,7 +139,7 @@ class MeasureCommand:
                 on_progress(f"round trips to {peer}, load {load}")
                 span_ns = min(request.span_ns + LOADED_MORE_NS, msg.SPAN_NS_MAX)
                 warm_ns, _ = await measuring.warm_up(peer, request.warm_ns)
-                flow = new_flow(load == "out", warm_ns, span_ns, request.bytes_max)
+                flow = new_flow(load == "out", warm_up_ns=warm_ns, span_ns=span_ns, bytes_max=request.bytes_max)
                 rows.append(latency_document(load, await measuring.loaded_latency(peer, flow, seconds)))
                 on_partial({**about, "rows": list(rows)})
         return {**about, "rows": rows}
@@ -154,7 +154,9 @@ class MeasureCommand:
         async with self._linked((peer,)) as measuring:
             warm_ns, rtt_ns = await measuring.warm_up(peer, request.warm_ns)
             on_progress(f"a flow from {source} to {target}")
-            wish = new_flow(not request.reverse, warm_ns, request.span_ns, request.bytes_max)
+            wish = new_flow(
+                not request.reverse, warm_up_ns=warm_ns, span_ns=request.span_ns, bytes_max=request.bytes_max
+            )
             flow = await measuring.flow(peer, wish)
             about = {
                 "from": source,

@@ -190,7 +190,8 @@ class Measuring:
         self._check_link(peer)
         echoes = await self.echoes.measure(peer, request.probes_ns / NS_PER_S)
         warm_ns = request.warm_up_ns or warm_up_ns(echoes.p50_ns)
-        flow = await self.requester.flow(peer, new_flow(is_sending, warm_ns, request.span_ns, request.bytes_max))
+        limits = {"span_ns": request.span_ns, "bytes_max": request.bytes_max}
+        flow = await self.requester.flow(peer, new_flow(is_sending, warm_up_ns=warm_ns, **limits))
         link = msg.LinkMeasured(
             request.measurement,
             echoes.p50_ns,

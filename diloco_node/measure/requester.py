@@ -174,6 +174,6 @@ def new_measurement() -> int:
     return secrets.randbits(62)
 
 
-def new_flow(is_sending: bool, warm_up_ns: int, span_ns: int, bytes_max: int) -> msg.MeasurementRequested:
-    """The request for a flow to a peer, or from there."""
+def new_flow(is_sending: bool, *, warm_up_ns: int, span_ns: int, bytes_max: int) -> msg.MeasurementRequested:
+    """The request for one flow to a peer, or from there."""
     return msg.MeasurementRequested(new_measurement(), is_sending, warm_up_ns, span_ns, bytes_max)

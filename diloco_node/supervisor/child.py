@@ -35,13 +35,15 @@ TAIL_BYTES: Final = 16_384
 LAST_LINE_CHARS_MAX: Final = 300
 
 _ERROR_LINE: Final = re.compile(
-    r"(?:\[rank\d+\]: ?| +\| +)?(?!\S*ChildFailedError)[\w.]*(?:Error|Exception|Exit|Interrupt)(?::.*)?"
+    r"(?:\[rank\d+\]: ?)?(?: +\| +)?(?!\S*ChildFailedError)[\w.]*(?:Error|Exception|Exit|Interrupt)(?:\(\w+\))?(?::.*)?"
 )
 """Python's last line of a traceback, also of a rank or within a group of exceptions; not the launcher's own, which
 names no cause."""
 
 _CLEARING: Final = re.compile(
-    r"^(?:Exception ignored |Error in atexit).*\n(?:Traceback .*\n(?:[ \t].*\n)*\S.*\n?)?", re.MULTILINE
+    r"^(?:Exception ignored |Error in atexit).*\n"
+    r"(?:Traceback .*\n(?:[ \t].*\n)*\S.*\n?|[\w.]*(?:Error|Exception|Exit|Interrupt)\b.*\n?)?",
+    re.MULTILINE,
 )
 """An error of what Python clears away at its end: it often follows the cause, and never is that."""
 
@@ -129,11 +131,11 @@ class ChildLog:
         text = self.tail.decode("utf-8", "replace")
         if crash := _CRASH.search(text):
             return ", at ".join(part.strip() for part in crash.groups() if part)[:LAST_LINE_CHARS_MAX]
-        lines = [line for line in _CLEARING.sub("", text).splitlines() if line.strip()] or [""]
+        lines = [line for line in (_CLEARING.sub("", text).strip() or text).splitlines() if line.strip()] or [""]
         errors = [at for at, line in enumerate(lines) if _ERROR_LINE.fullmatch(line)]
         causes = [at for at in errors if not _ECHO.search(lines[at])]
         at = (causes or errors or [len(lines) - 1])[-1]
-        line = lines[at].lstrip(" |").rstrip()
+        line = lines[at].strip().removeprefix("| ").lstrip()
         if line.endswith(":") and at in errors:  # what is wrong stands below
             line = " ".join([line, *(below.strip() for below in lines[at + 1 : at + 2])])
         return line[:LAST_LINE_CHARS_MAX]

@@ -83,7 +83,8 @@ class Forked:
         self._has_ended = False
 
     def wait(self) -> int:
-        """Its exit code, negative for a signal. Call once, when it has ended or is being killed."""
+        """Its exit code, negative for a signal. Call once, when it has ended or is being killed: `send_signal`
+        waits meanwhile."""
         # From here on the number may belong to another process.
         with self._lock:
             self._has_ended = True

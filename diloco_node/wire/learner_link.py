@@ -8,7 +8,7 @@ Each message is a frame: length as little-endian u32, then strict msgpack (`wire
    made when every fragment has a version.
 4. Every inner step: `Report`. At any time: `SnapshotRequested` (answered by `SnapshotReady` or `SnapshotDenied`) and
    `VersionOffered` (answered by `OfferApplied`), both at the next step boundary.
-5. `ShardsGiven` and `RunAdvanced` after `Welcome`, and when there is news.
+5. `ShardsGiven` after `Welcome`, and when there is news; `RunAdvanced` after `Welcome`, and again and again.
 6. `Stop`: the learner stops stepping and says `Done`, or `Failed` when it breaks.
 
 When the daemon dies the learner goes on and attaches to the next one with its `incarnation`, positions and snapshots.

@@ -179,7 +179,8 @@ def wish(number: int, **changes: Any) -> msg.MeasurementRequested:
 def a_flow(
     peer: str = "b", *, is_sending: bool = True, times: FlowTimes = QUICK, bytes_max: int = 10**9
 ) -> tuple[str, msg.MeasurementRequested]:
-    return peer, new_flow(is_sending, *times, bytes_max)
+    warm_up_ns, span_ns = times
+    return peer, new_flow(is_sending, warm_up_ns=warm_up_ns, span_ns=span_ns, bytes_max=bytes_max)
 
 
 async def idle(region: Region) -> None:

@@ -412,6 +412,13 @@ LAUNCHER = "\ntorch.distributed.elastic.multiprocessing.errors.ChildFailedError:
         ),
         (DUMP + "RuntimeError: sizes differ\n", "RuntimeError: sizes differ"),
         ("KeyError: 'text'\n" + IGNORED + IGNORED, "KeyError: 'text'"),
+        (IGNORED, "AssertionError: can only test a child process"),
+        (
+            "KeyError: 'text'\nException ignored in: <_io.TextIOWrapper name='<stdout>'>\nBrokenPipeError: [Errno 32]\n",
+            "KeyError: 'text'",
+        ),
+        ("[rank0]:   | ValueError: no row\n", "[rank0]:   | ValueError: no row"),
+        ("ray.exceptions.RayTaskError(ValueError): no row\nlate\n", "ray.exceptions.RayTaskError(ValueError): no row"),
         ("no such file: rows.txt\n" + IGNORED.replace("ignored in", "ignored while calling"), "no such file: rows.txt"),
         ("KeyError: 'text'\n" + IGNORED.replace("Exception ignored in", "Error in atexit"), "KeyError: 'text'"),
         ("Error loading the cache: it is made anew\ngive --data\n", "give --data"),

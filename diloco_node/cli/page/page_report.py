@@ -34,13 +34,15 @@ def write_page(folder: Path, path: Path) -> Path:
 
 def run_snapshot(folder: Path) -> dict[str, Any]:
     """Collect what all regions of a folder show: as they answer, else as their files have it. Raises ConfigError."""
-    regions: list[dict[str, Any]] = []
-    places: dict[str, Path] = {}
+    regions, runs = [], {}
     for place in folders_with(NODE_NAME, folder):
-        if (region := _region(place)) is not None:
-            if (first := places.setdefault(str(region["status"].get("region")), place)) != place:
-                raise ConfigError(f"{first} and {place} are of one region: a page shows one run, so give its folder")
+        node = _read_object(place / NODE_NAME)
+        if (region := _region(place, node)) is not None:
             regions.append(region)
+            runs.setdefault(node.get("run_id"), place)
+    if len(runs) > 1:
+        names = ", ".join(f"{run} in {place}" for run, place in runs.items())
+        raise ConfigError(f"a page shows one run, and these are {len(runs)} ({names}): give the folder of one")
     if not regions:
         raise ConfigError(
             f"{folder} holds no region ({NODE_NAME}): give the state folder of a run or of a region, such as a demo's "
@@ -53,14 +55,19 @@ def run_snapshot(folder: Path) -> dict[str, Any]:
     return {"regions": regions, "health": health, "summary": {"tokens": tokens}}
 
 
-def _region(folder: Path) -> dict[str, Any] | None:
-    """Collect a region's snapshot; without a last status, what else it has left. None if it has not even a name."""
+def _region(folder: Path, node: dict[str, Any]) -> dict[str, Any] | None:
+    """Collect a region's snapshot; without a last status, what else it has left. None if it has not even a name.
+
+    node: what its NODE_NAME says.
+    """
     answer: dict[str, Any] = {}
     with contextlib.suppress(ConfigError, OSError, ValueError, RecursionError):  # it has ended
         answer = ask(target_in(folder), SNAPSHOT_PATH)
         if isinstance(answer.get("status"), dict):
-            return answer
-    node = _read_object(folder / NODE_NAME)
+            if answer["status"].get("region") == node.get("region"):
+                return answer
+            # On a disk that machines share, or behind a port that another region has now.
+            answer = {"error": "another region answers at its admin port on this machine"}
     # Who has a port has not ended in order: then the last report is of an earlier start.
     status = {} if answer else _read_object(folder / REPORT_NAME)
     if "region" not in status:

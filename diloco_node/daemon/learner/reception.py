@@ -281,8 +281,8 @@ class Reception:
         return genesis.fragment_digests if genesis is not None and is_new and self._spec.init is None else ()
 
     def _send_news_of_position(self) -> None:
-        """Tell the learner how far the run is, if the last telling is long enough ago. Also where it stands still: else
-        the learner of a region that is alone would go on through its schedule, and never come back."""
+        """Tell the learner how far the run is, if the last telling is long enough ago. Also where it stands still,
+        as the median learner does: else one that goes on would come through its schedule alone, and never back."""
         now_ns = self._runtime.now_ns()
         if now_ns - self._sent_position_ns >= POSITION_EVERY_NS:
             self._send_position(self._core.leader.progress.position(now_ns=now_ns))

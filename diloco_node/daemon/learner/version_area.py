@@ -88,7 +88,7 @@ class VersionArea:
         self._base_versions = tuple(base_versions)
 
     def end_learner(self) -> None:
-        """Its connection is gone. It may live and read on, until it attaches again or another one does."""
+        """Void what was begun. Its connection may be gone: then it lives and reads on, until it or another attaches."""
         self.generation += 1
         self._has_learner = self.is_lent = False
         self._offered.clear()

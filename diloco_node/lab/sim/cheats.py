@@ -188,7 +188,7 @@ def _excuse(host: Host) -> None:
 
     def spoil(core: Any) -> None:
         audits = core.participant.audits
-        projected = audits.projected
+        tell_truth = audits.projected
 
         def tell(event: Projected) -> None:
             projection, ballot = event.projection, getattr(audits._round_of(event.ballot), "ballot", None)
@@ -204,7 +204,7 @@ def _excuse(host: Host) -> None:
                     for value, total, window in zip(projection.contribution, projection.sums, windows, strict=True)
                 ]
                 event = replace(event, projection=replace(projection, contribution=tuple(row)))
-            projected(event)
+            tell_truth(event)
 
         audits.projected = tell
 
@@ -238,10 +238,10 @@ def _bring_back_old_folder(host: Host) -> None:
         host.world.after(OLD_AFTER_NS, None, bring, older_copy(host))
 
     def bring(older: Any) -> None:
-        others = [peer for peer in host.observer.hosts.values() if peer is not host and not peer.is_absent]
+        peers = [peer for peer in host.observer.hosts.values() if peer is not host and not peer.is_absent]
         ends = host.disk.entries[-1:]
         # One that lacks what this folder forgets, and knows nothing of its age, would be a majority with it.
-        if host.core is None or not all(peer.core is not None and all(map(peer.disk.holds, ends)) for peer in others):
+        if host.core is None or not all(peer.core is not None and all(map(peer.disk.holds, ends)) for peer in peers):
             host.world.after(SECOND // 4, None, bring, older)
         else:
             put_back(host, older)

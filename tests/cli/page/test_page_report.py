@@ -17,12 +17,14 @@ from tests.kit.page_kit import NAMES, SETTINGS, history, status
 TWO_HOURS = 7_200
 
 
-def finished_run(folder: Path, *, names: tuple[str, ...] = NAMES) -> None:
+def finished_run(folder: Path, *, names: tuple[str, ...] = NAMES, run_id: str = "run") -> None:
     """Write what the regions of a run of two hours leave behind."""
     for name in names:
         (folder / name).mkdir(parents=True)
         (folder / name / "report.json").write_text(json.dumps(status(TWO_HOURS, name)))
-        (folder / name / "node.json").write_text(json.dumps({"region": name, "settings_shown": SETTINGS}))
+        (folder / name / "node.json").write_text(
+            json.dumps({"region": name, "run_id": run_id, "settings_shown": SETTINGS})
+        )
         document = history(TWO_HOURS, name)
         rows = [dict(zip(COLUMNS, row, strict=True)) for row in document["rows"]]
         lines = [{"period_s": document["period_s"]}, *rows]
@@ -106,14 +108,24 @@ def test_a_folder_whose_name_is_a_number_is_no_port(tmp_path: Path, monkeypatch:
     assert run_snapshot(Path("1"))["regions"][0]["status"]["state"] == "training", "nothing was asked"
 
 
+def test_the_report_of_a_demo_leaves_out_the_folders_that_were_set_aside(tmp_path: Path) -> None:
+    finished_run(tmp_path)
+    finished_run(tmp_path / "lost", names=NAMES[:1], run_id="other")
+    (tmp_path / "lost" / NAMES[0]).rename(tmp_path / "lost" / "1")
+    (tmp_path / "lost" / NAMES[0]).mkdir()
+    (tmp_path / "lost" / "1").rename(tmp_path / "lost" / NAMES[0] / "1")
+    assert main(["report", str(tmp_path)]) == 0
+    assert [region["status"]["region"] for region in embedded(tmp_path / "report.html")["regions"]] == sorted(NAMES)
+
+
 def test_a_folder_with_two_runs_of_the_same_regions_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whoever went back to a version has the old run's folder beside the new one's."""
-    finished_run(tmp_path / "old-state")
+    finished_run(tmp_path / "new-state", run_id="new")
     finished_run(tmp_path / "state")
     assert main(["report", str(tmp_path)]) == 2
-    assert "are of one region: a page shows one run" in capsys.readouterr().err
+    assert "a page shows one run, and these are 2 (new in " in capsys.readouterr().err
     assert main(["report", str(tmp_path / "state")]) == 0
 
 
