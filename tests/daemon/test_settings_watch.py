@@ -72,3 +72,14 @@ print("pydantic" in sys.modules)
 """
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert answer.stdout.splitlines()[-1] == "False"
+
+
+def test_a_default_that_the_run_has_otherwise_is_called_one_at_each_change() -> None:
+    notes: list[Note] = []
+    spec = cast(
+        NodeSpec, SimpleNamespace(**{**vars(SPEC), "settings_shown": (("rounds.sync_every", "24", "default"),)})
+    )
+    watch = SettingsWatch(spec, notes.append)
+    for factor in (0.5, 0.6):
+        assert watch.look(replace(SETTINGS, sync_every=32, grace_gamma=factor))
+        assert "rounds.sync_every is 24 by default here" in notes[-1].text
