@@ -4,11 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from diloco_node.core.events import FetchPayload
 from diloco_node.core.recovery import fetches
-from diloco_node.daemon.effects.fetch import Fetcher
 from diloco_node.lab.sim.daemon_host import DaemonHost
-from diloco_node.lab.sim.world import MS, FakeLink
+from diloco_node.lab.sim.world import MS
 from tests.core.test_members import merged, order, roster, start, stop
 from tests.kit.small_world import Small
 
@@ -130,28 +128,6 @@ def test_a_joiner_whose_disk_is_full_joins_once_there_is_room(patch: pytest.Monk
     small.go(3)
     assert joiner in merged(small, count)
     small.settle()
-
-
-def test_a_joiner_on_a_slow_line_fetches_little_of_what_is_merged_while_its_states_come(
-    patch: pytest.MonkeyPatch,
-) -> None:
-    """It dropped all stripes meanwhile, fetched 68 payloads after the states, and its first merge came 14 s later."""
-    small = Small(patch, 4, joiners=1, host_type=DaemonHost)
-    (joiner,) = small.sim.setup.joiners
-    small.go(8)
-    links = small.sim.network.links
-    links.update({pair: FakeLink(20 * MS, MS, 0.0, 0.0, 8000) for pair in links if joiner in pair})
-    orders: list[object] = []
-    ask = Fetcher.ask
-    patch.setattr(Fetcher, "ask", lambda self, order_: (orders.append(order_), ask(self, order_)))
-    assert order(small, joiner, "contributor") == ""
-    start(small, joiner)
-    small.go(4)
-    assert holds_state(small, joiner)
-    count = len(small.bodies())
-    small.go(7)
-    assert joiner in merged(small, count)
-    assert sum(isinstance(order_, FetchPayload) for order_ in orders) < 34
 
 
 def test_a_region_that_was_removed_and_wiped_is_added_again(patch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ class Effects:
                 self.stripes.send_merged(effect)
             case ev.StorePayload():
                 # The stripes are taken now: the next effect may close the ballot.
-                stripes = self.stripes.payload_taken(effect)
+                stripes = self.stripes.table.payload(effect.ballot, effect.fragment, effect.version, effect.stripes)
                 self.spawn(self.disk.store_payload(effect, stripes), f"store {effect.fragment}")
             case Project():
                 stripes = self.stripes.table.payload(effect.ballot, effect.fragment, effect.version, effect.stripes)
@@ -78,7 +78,6 @@ class Effects:
             case ev.OfferVersion():
                 self.learner.version_area.offer(effect)
             case ev.FetchPayload() | ev.FetchState():
-                self.stripes.follow_fetch(effect)
                 self.fetcher.ask(effect)
             case ev.CloseBallot():
                 self.stripes.close_ballot(effect)

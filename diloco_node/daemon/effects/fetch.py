@@ -34,10 +34,6 @@ Then the core asks another, too."""
 PATIENCE_MAX: Final = 8.0
 """Where transfers take longer than they have, the next get up to this many times as long: else all is sent again."""
 
-AS_OTHERS: Final = 8.0
-"""Once one has come whole, those of its size have no more than this many times as long: a donor that trickles is slow,
-and not the line. They have half a minute at least."""
-
 SERVES_MAX: Final = 8
 """Transfers served to peers at once; further ones are refused as busy and requested again."""
 
@@ -75,8 +71,6 @@ class Fetcher(EffectContext):
     pending: dict[tuple[str, int, int, bool], _Pending] = field(default_factory=dict, init=False)
     # Times of what a transfer has on a line that is as fast as is assumed.
     _patience: float = field(default=1.0, init=False)
-    # Bytes and seconds of the last transfer that came whole; none, if another was late since.
-    _whole: tuple[int, float] = field(default=(0, 0.0), init=False)
 
     @property
     def serves(self) -> int:
@@ -135,31 +129,16 @@ class Fetcher(EffectContext):
         """Return what the core waits for and the peer has not begun to send."""
         return [item for key, item in self.pending.items() if key[0] == peer and item.is_owed and not item.is_open]
 
-    def _usual_s(self, order: FetchPayload | FetchState) -> float:
-        """Return how long this takes on a slow line, beside the others that come in now: all share it."""
-        usual_s = max(TRANSFER_S_MIN, self._raw_bytes(order) / SLOW_BYTES_PER_S)
-        return usual_s * sum(item.is_open for item in self.pending.values())
-
     def _transfer_s(self, order: FetchPayload | FetchState) -> float:
-        """Return how long this may take."""
-        patience_s = self._patience * self._usual_s(order)
-        (size, took_s), raw_bytes = self._whole, self._raw_bytes(order)
-        if 2 * size < raw_bytes:
-            return patience_s
-        return min(patience_s, max(FETCH_SILENCE_S, AS_OTHERS * took_s * raw_bytes / size))
+        """Return how long this may take, beside the others that come in now: all share one line."""
+        usual_s = max(TRANSFER_S_MIN, self._raw_bytes(order) / SLOW_BYTES_PER_S)
+        return self._patience * usual_s * sum(item.is_open for item in self.pending.values())
 
-    def _learn(self, pending: _Pending) -> float:
-        """Give the next transfers twice the time that this one has taken up to now, which is returned."""
+    def _learn(self, pending: _Pending) -> None:
+        """Give the next transfers twice the time that this one has taken up to now."""
         took_s = asyncio.get_running_loop().time() - pending.begun_s
-        self._patience = min(PATIENCE_MAX, max(1.0, 2 * took_s / self._usual_s(pending.order)))
-        return took_s
-
-    def _came_whole(self, raw_bytes: int, took_s: float) -> None:
-        """Measure the others by it, also those that come in already."""
-        self._whole = (raw_bytes, took_s)
-        for item in list(self.pending.values()):
-            if item.is_open and item.is_owed:
-                self._on_delay(item)
+        times = 2 * took_s * self._patience / self._transfer_s(pending.order)
+        self._patience = min(PATIENCE_MAX, max(1.0, times))
 
     def _watch(self, pending: _Pending, delay_s: float) -> None:
         pending.watchdog.cancel()
@@ -180,9 +159,6 @@ class Fetcher(EffectContext):
             pending.is_owed = False
             if pending.is_open:
                 self._learn(pending)
-                self._whole = (0, 0.0)
-                for request in self._waiting(order.peer):  # the donor sends them after it
-                    self._watch(request, FETCH_SILENCE_S)
             self.post(FetchFailed(order.peer, order.fragment, order.version, reason))
 
     def _is_requested(self, order: FetchPayload | FetchState, header: Payload | State, raw_bytes: int) -> bool:
@@ -211,7 +187,7 @@ class Fetcher(EffectContext):
         if not is_whole:
             self._end(key, "the transfer broke off")
             return
-        took_s = self._learn(pending)
+        self._learn(pending)
         # From here on the answer is this one, whatever becomes of the link: what is being written will be on the disk.
         del self.pending[key]
         pending.watchdog.cancel()
@@ -232,8 +208,6 @@ class Fetcher(EffectContext):
                 return
             if claim is not pending:
                 event = replace(event, reason=f"{peer}, asked before, has sent it: {event.reason}")
-        else:
-            self._came_whole(body.nbytes, took_s)
         self.post(event)
 
     async def _store_payload(self, order: FetchPayload, body: U8) -> Event:

@@ -23,7 +23,6 @@ from diloco_node.core.projections import (
     Projection,
     Window,
 )
-from diloco_node.core.recovery.versions import PAYLOADS_RATHER_MAX
 from diloco_node.core.types import Stripe
 from diloco_node.daemon.effects.open_stripes import (
     MergedPart,
@@ -73,8 +72,6 @@ class StripeEffects(EffectContext):
     sending: Sending
     reject: Callable[[str, PeerError], None]
     cosines: dict[str, deque[float]] = field(default_factory=dict, init=False)
-    _asked: dict[int, int] = field(default_factory=dict, init=False)
-    """By fragment the newest version that was fetched, or is on its way."""
     _struck: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict, init=False)
     """By region and fragment: incarnation and snapshot of the last contribution that was a strike."""
     _reducing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(REDUCTIONS_MAX), init=False)
@@ -278,7 +275,7 @@ class StripeEffects(EffectContext):
         """Whether a stripe that a peer begins to send makes sense."""
         if isinstance(header, MergedStripe):
             fault = _shape_fault(self.parameters.blocks, header.fragment, header, raw_bytes)
-            return not fault and self._is_wanted(header.fragment, header.version) and self.table.fits(header, peer)
+            return not fault and self._is_next(header.fragment, header.version) and self.table.fits(header, peer)
         contribution = header.contribution
         if contribution.learner != peer:
             return False
@@ -287,25 +284,6 @@ class StripeEffects(EffectContext):
             self._refuse(header, PayloadCorrupt(fault))
             return False
         return contribution.base_version == header.version - 1 and self._is_next(contribution.fragment, header.version)
-
-    def follow_fetch(self, order: ev.FetchPayload | ev.FetchState) -> None:
-        """Note what is asked for: what is merged while it comes is the way on from it."""
-        self._asked[order.fragment] = max(order.version, self._asked.get(order.fragment, -1))
-
-    def payload_taken(self, order: ev.StorePayload) -> list[MergedPart]:
-        """Return the merged stripes that are to be written. Those that are far ahead are read again, and not kept."""
-        name = (order.ballot, order.fragment, order.version)
-        stripes = self.table.payload(*name, order.stripes)
-        if not self._is_next(order.fragment, order.version):
-            self.table.close(*name, is_committed=False)
-        return stripes
-
-    def _is_wanted(self, fragment: int, version: int) -> bool:
-        """Whether a merged stripe is of a next version, or of one after what is asked for: at most a model of these."""
-        if self._is_next(fragment, version):
-            return True
-        is_after = 0 < version - self._asked.get(fragment, version) <= PAYLOADS_RATHER_MAX
-        return is_after and self.table.buffered_bytes() < sum(blocks.encoded_bytes for blocks in self.parameters.blocks)
 
     def _is_next(self, fragment: int, version: int) -> bool:
         """Whether it is of one of the next versions. A region that is further behind fetches payloads."""

@@ -224,7 +224,6 @@ def put_back(host: Host, older: Any) -> None:
     host.kill_daemon()
     host.kill_learner()
     older.ledger_queue, older.late_writes, older.votes = [], [], host.disk.votes
-    older.lost = host.disk  # what that has acknowledged was durable when it did
     if isinstance(older, FolderDisk):
         older.is_full, older.fsync_failures = False, 0
     # A learner that gets a number again ends as soon as it takes a version, and the next one gets another number.

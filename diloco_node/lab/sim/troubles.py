@@ -96,8 +96,10 @@ class Troubles:
     def lose_disk(self) -> Undo | None:
         """Lose a folder, if all the others hold what is committed, and every region's present folder is named."""
         hosts = list(self._hosts.values())
-        if len(hosts) < MAJORITY_NEEDS or any(host.core is None or host.observer.liars for host in hosts):
-            return None  # beside an older copy it would be the second folder that forgets
+        # Beside an older copy it would be the second folder that forgets.
+        has_older_copy = any("is an older copy" in host.observer.words for host in hosts)
+        if len(hosts) < MAJORITY_NEEDS or has_older_copy or any(host.core is None for host in hosts):
+            return None
         index, name = max((host.core.ledger.cluster_commit_index, host.name) for host in hosts)
         core = self._hosts[name].core
         if index <= core.ledger.base.index or core.ledger.disks.last_change_index > index:

@@ -6,18 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_node.codec.digest import payload_digest, stripe_digest
+from diloco_node.codec.digest import stripe_digest
 from diloco_node.codec.kernels import squared_norms
 from diloco_node.core.events import (
     CloseBallot,
     Event,
-    FetchState,
     MergedStripeArrived,
-    PayloadStored,
     ReduceStripe,
     ReductionDone,
     SendMerged,
-    StorePayload,
 )
 from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.core.types import Ballot
@@ -281,31 +278,6 @@ async def test_a_merged_stripe_counts_when_it_matches_its_digest(bench: Bench) -
     norms = tuple(squared_norms(bench.parameters.blocks[0], body, stripe.block_start, stripe.block_stop))
     assert bench.posted == [MergedStripeArrived(BALLOT, 1, 0, 1, header.digest, stripe, norms)]
     assert any(norms)
-
-
-async def test_what_is_merged_while_a_state_comes_goes_to_the_disk_and_stays_in_no_memory(bench: Bench) -> None:
-    """A region that joined dropped it, and fetched all of it again after the state."""
-    stripes = bench.stripes(reducers=("b", "c"))
-    bodies = [bench.merged_bytes(stripe) for stripe in stripes]
-
-    async def versions_taken(place: int, *versions: int) -> list[int]:
-        headers = [
-            replace(bench.merged_header(place, version=version), digest=stripe_digest(bodies[place]))
-            for version in versions
-        ]
-        return [header.version for header in headers if await bench.receive("bc"[place], header, bodies[place])]
-
-    assert await bench.do(FetchState("b", 0, 8, bytes(32))) == []
-    assert await versions_taken(0, 1, 4, 8, 9, 16, 17) == [1, 9, 16]
-    assert await versions_taken(1, 9) == [9]
-    before = bench.table.buffered_bytes()
-    digest = payload_digest([stripe_digest(body) for body in bodies])
-    assert await bench.do(StorePayload(BALLOT, 0, 9, digest, stripes)) == [PayloadStored(0, 9, digest)]
-    assert bench.store.read_payload(0, 9, digest).tobytes() == b"".join(bodies)
-    assert bench.table.buffered_bytes() == before - sum(map(len, bodies))
-    bench.table.keep_contribution(1, bench.own(1), 0, 1, np.zeros(10**6, np.uint8), limit_bytes=10**7)
-    assert await versions_taken(1, 16) == [], "no more than a model"
-    assert await versions_taken(1, 2) == [2]
 
 
 async def test_once_the_ballot_is_known_a_merged_stripe_comes_from_its_reducer_only(bench: Bench) -> None:

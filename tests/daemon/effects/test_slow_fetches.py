@@ -281,22 +281,6 @@ def test_a_donor_that_begins_and_never_ends_holds_nothing_up_for_ever(seconds: f
     on_virtual_time(scenario())
 
 
-@pytest.mark.parametrize("seconds", [100, 1000, 1e9])
-@pytest.mark.parametrize("others", ["c", "cd"])
-def test_a_donor_that_trickles_is_waited_for_by_what_the_others_take(others: str, seconds: float) -> None:
-    """It had five minutes for each transfer that came in then, whatever the others could do."""
-
-    async def scenario() -> None:
-        joiner = Joiner()
-        joiner.add("b", seconds)
-        for name in others:
-            joiner.add(name, 2)
-        assert await joiner.fetch_all() < 2 * FETCH_SILENCE_S + 2 * FRAGMENTS
-        assert joiner.transfers <= FRAGMENTS + 2
-
-    on_virtual_time(scenario())
-
-
 def test_a_donor_that_leaves_a_request_out_is_not_waited_for_as_long_as_it_sends_others() -> None:
     async def scenario() -> None:
         joiner = Joiner()
