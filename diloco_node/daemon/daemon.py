@@ -185,8 +185,9 @@ class Daemon:
             self.end(error)
 
     def _is_learning(self) -> bool:
-        """Whether a learner is attached, and this daemon does not end anyway."""
-        return self.learner_server.is_attached and not (self._ended is None or self._ended.done())
+        """Whether a learner of the supervisor's is attached, and this daemon does not end anyway."""
+        is_attached = bool(self.learner_process) and self.learner_server.is_attached
+        return is_attached and not (self._ended is None or self._ended.done())
 
     def _end_in_time(self) -> None:
         """End the process: who sent the signal may kill it soon."""
@@ -307,10 +308,11 @@ class Daemon:
     def learner_detached(self, reason: str) -> None:
         """Its connection is gone."""
         self.waiting_attach = None
+        is_final = self.node is None or self.node.learner.has_left
         if self.node is not None:
             log.info("learner detached", region=self.spec.region, reason=reason)
             self.node.reception.on_detach()
-        self._stop_signals.learner_left()
+        self._stop_signals.learner_left(is_final=is_final)
 
     def status(self) -> dict[str, Any]:
         """The status document (docs/operate.md); also what report.json holds at the end."""

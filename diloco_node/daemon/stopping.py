@@ -38,6 +38,9 @@ ADMIN_SHARE: Final = 0.15
 AGAIN_S: Final = 2.0
 """One stop may come twice, to all processes and passed on by another. Later it is somebody who insists."""
 
+BACK_S: Final = 1.0
+"""For a learner whose link drops to attach again."""
+
 log = structlog.get_logger()
 
 
@@ -58,8 +61,9 @@ def supervisor() -> int | None:
 class StopSignals:
     """SIGTERM and SIGINT of a daemon. With a learner attached, the daemon goes on until that has left: its last steps
     are merged meanwhile. A supervisor stops one after the other; whoever stops a job may tell all processes at once.
+    Without a supervisor nobody tells the learner, which goes on and looks for the next daemon: no wait.
 
-    has_learner: whether one is attached. end: called when the daemon is to stop.
+    has_learner: whether one is attached that the supervisor runs. end: called when the daemon is to stop.
     """
 
     def __init__(self, region: str, has_learner: Callable[[], bool], end: Callable[[], None]) -> None:
@@ -68,26 +72,38 @@ class StopSignals:
         self._first_s: float | None = None
         # Ends the wait for the learner; None: nobody waits.
         self._timer: asyncio.TimerHandle | None = None
+        # Runs out when a link that ended without a word has not come back.
+        self._back_timer: asyncio.TimerHandle | None = None
 
     def take(self) -> None:
         """Hear one."""
         loop = asyncio.get_running_loop()
         if self._first_s is None:
             self._first_s = loop.time()
-            if self._has_learner():
+            if (pid := supervisor()) is not None and self._has_learner():
                 limit_s = limit_to_kill_s() * LEARNER_SHARE / (1.0 - LEARNER_SHARE)
                 log.info("told to stop, waits for its learner", region=self._region, seconds=limit_s)
                 self._timer = loop.call_later(limit_s, self._stop)
-                if (pid := supervisor()) is not None:  # the learner may not have been told
-                    with suppress(OSError):
-                        os.kill(pid, signal.SIGTERM)
+                with suppress(OSError):  # the learner may not have been told
+                    os.kill(pid, signal.SIGTERM)
                 return
         if self._timer is None or loop.time() - self._first_s >= AGAIN_S:
             self._stop()
 
-    def learner_left(self) -> None:
-        """Stop, if that was all that was waited for."""
-        if self._timer is not None:
+    def learner_left(self, *, is_final: bool) -> None:
+        """Stop, if that was all that was waited for. is_final: it has said so; else its link may come back."""
+        if self._timer is None:
+            return
+        if is_final:
+            self._stop()
+            return
+        log.warning("told to stop, and its learner's link has ended without a last word", region=self._region)
+        if self._back_timer is not None:
+            self._back_timer.cancel()
+        self._back_timer = asyncio.get_running_loop().call_later(BACK_S, self._stop_unless_back)
+
+    def _stop_unless_back(self) -> None:
+        if self._timer is not None and not self._has_learner():
             self._stop()
 
     def _stop(self) -> None:

@@ -210,6 +210,8 @@ class Diloco(LoopView):
                 self.global_step, self.tokens = self.global_step + 1, self.tokens + tokens
                 self._stop_if(self._terminate.is_set, "the process was asked to stop")
         except LearnerError as error:
+            if self.should_stop and self._refusal is None and isinstance(error.__cause__, RuntimeError):
+                self._terminate.exit_late()  # a rank that was told as well has exited already
             self._refuse(error)
             raise
         self.token_check.step(tokens, total=self.tokens, ranks=self._ranks.size, warn=self._warn)
@@ -230,7 +232,8 @@ class Diloco(LoopView):
     ) -> None:
         self._check_open("step()")
         self._saves.step()
-        session, is_told = self._session, self.should_stop and self.steps > 1
+        session = self._session
+        is_told = self.should_stop and self.steps > 1
         if session is not None:
             session.timer.stepped(started_ns)
             session.run_clock.stepped()
@@ -366,10 +369,10 @@ class Diloco(LoopView):
     def close(self) -> None:
         """Leave: all ranks. A finished run's parameters come into the model, the last checkpoint is written.
 
-        An exit by a handler of the script's that came meanwhile, or had to wait, is raised at the end.
+        An exit by a handler of the script's that came meanwhile, or had to wait, is raised at the end, on all ranks.
         """
         session, boundaries = self._session, self._boundaries
-        with self._terminate.leaving():
+        with self._terminate.leaving(is_alone=self._ranks.size == 1 or not self._ranks.can_meet):
             if boundaries is None or self._is_closed:
                 return self._close(None)
             if boundaries.is_crossing.is_set() or self._refusal is not None:  # half a merge is no result
@@ -388,6 +391,7 @@ class Diloco(LoopView):
                 self._save(self._checkpoints.finish if is_leaving else self._checkpoints.save_now)
                 if is_leaving:
                     boundaries.tell_written()
+                    boundaries.agree_on_exit()
                     was_over = self.should_stop and not self.is_interrupted
                     self.is_interrupted = not is_at_end(boundaries, was_over, has_result)
                 elif session is not None:

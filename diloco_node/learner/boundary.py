@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -179,6 +180,11 @@ class StepBoundaries:
             self.checkpoints.all_wrote(step)
             if self.session is not None:
                 self.session.stand(step)
+
+    def agree_on_exit(self) -> None:
+        """Have all ranks exit if a handler of some script wants to, or none: they may meet later. All call this."""
+        wants_exit = self.terminate.has_exit and sys.exc_info()[0] is None
+        self.terminate.are_exiting = any(self.ranks.all_bytes(b"1" if wants_exit else b""))
 
     def progress(self, global_step: int) -> TrainingProgress:
         """Where a checkpoint that is written now belongs."""

@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,17 +30,8 @@ STOP_S_DEFAULT: Final = 20.0
 LEAVE_SHARE: Final = 0.8
 """Share of these seconds in which a learner waits for a merge of its last steps; the rest is for what it closes."""
 
-_Handler = Callable[[int, FrameType | None], object]
-
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Schedulers and spot notices send them. A script that has a handler for one may leave with exit code 0."""
-
-DEFAULTS: Final[dict[int, _Handler | signal.Handlers]] = {
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGHUP: signal.SIG_DFL,
-}
-"""Schedulers, and sessions that end, send any of them to all processes at once, or several."""
 
 AGAIN_S: Final = 2.0
 """A stop that comes so long after the one that waits is somebody who insists."""
@@ -51,20 +43,22 @@ log = logging.getLogger("diloco_node.learner")
 
 _PR_SET_PDEATHSIG: Final = 1
 
+_Handler = Callable[[int, FrameType | None], object]
+
 
 class TerminateFlag:
-    """SIGTERM, SIGINT and SIGHUP ask the loop to end at a boundary. Handlers of the script are called as well.
+    """SIGTERM asks the loop to end at a boundary. Handlers of the script are called as well.
 
-    is_set: one came, or the script leaves its loop for another stop signal. note: called at each, in its handler.
+    is_set: it came, or the script leaves its loop for another stop signal. note: called at each, in its handler.
     is_holding: an exit by a handler of the script's waits: for the end of a boundary, for the last merge or, where
     there are other ranks, which may be in the middle of a step, until all of them know that they are to leave.
-    has_exit: an exit waits.
+    has_exit: an exit waits. are_exiting: the ranks have agreed that all of them exit where they leave.
     """
 
     def __init__(self) -> None:
-        self.is_set = self.is_holding = self.has_exit = False
+        self.is_set = self.is_holding = self.has_exit = self.are_exiting = False
         self.note: Callable[[], None] = lambda: None
-        # Monotonic: when one of the three came first, and the last stop signal.
+        # Monotonic: when SIGTERM came first, and the last stop signal.
         self._set_s: float | None = None
         self._held_s = -math.inf  # when the exit came that waits
         self._stop_s = -math.inf
@@ -75,17 +69,15 @@ class TerminateFlag:
         self._exit: BaseException | None = None
 
     def install(self) -> None:
-        """Take the signals that would end the process, and stand in for the script's handlers of stop signals."""
+        """Take SIGTERM, and stand in for the script's handlers of stop signals."""
         if threading.current_thread() is not threading.main_thread():
             log.warning("attach() was called in a thread: SIGTERM is the script's, which has to leave the loop then")
-        else:
-            for number, default in DEFAULTS.items():
-                if signal.getsignal(number) is default:
-                    self._stand_in(number, default)
+        elif signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._stand_in(signal.SIGTERM, signal.SIG_DFL)
         self.is_asked()
 
     def is_asked(self) -> bool:
-        """Whether one of them has come. Handlers that the script has set meanwhile are stood in for from now on."""
+        """Whether SIGTERM has come. Handlers that the script has set meanwhile are stood in for from now on."""
         if threading.current_thread() is threading.main_thread() and os.getpid() == self._pid:
             for number in STOP_SIGNALS:
                 handler = signal.getsignal(number)
@@ -98,7 +90,7 @@ class TerminateFlag:
 
     @property
     def has_stop(self) -> bool:
-        """Whether one of the three came, or of late another stop signal that the script handles."""
+        """Whether SIGTERM came, or of late another stop signal that the script handles."""
         return self._set_s is not None or time.monotonic() - self._stop_s < STOP_LASTS_S
 
     def is_orderly(self, error: BaseException, *, is_alone: bool) -> bool:
@@ -111,15 +103,23 @@ class TerminateFlag:
         return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
 
     @contextlib.contextmanager
-    def leaving(self) -> Iterator[None]:
-        """Take a stop signal for the reason why the script leaves its loop. Exit at the end if an exit waits."""
+    def leaving(self, *, is_alone: bool) -> Iterator[None]:
+        """Take a stop signal for the reason why the script leaves its loop. Exit at the end if an exit waits.
+
+        is_alone: no other rank may wait for this one afterwards; else all ranks exit (`are_exiting`), or none.
+        An exception that is on its way already, such as the loop's own error, goes on instead.
+        """
         self.is_set |= self.has_stop
-        self.is_holding = True
+        self.is_holding, has_error = True, sys.exc_info()[0] is not None
         try:
             yield
         finally:
             self.is_holding = False
-        self.exit_late()
+        is_exiting = self.has_exit if is_alone else self.are_exiting
+        error = self._exit if self.has_exit else None
+        self.has_exit = self.are_exiting = False
+        if is_exiting and not has_error:
+            raise error or SystemExit
 
     @property
     def deadline_s(self) -> float:
@@ -147,16 +147,13 @@ class TerminateFlag:
         signal.signal(number, stand_in)
 
     def _handle(self, handler: _Handler | signal.Handlers, number: int, frame: FrameType | None) -> None:
-        now_s, is_own, is_default = time.monotonic(), os.getpid() == self._pid, handler is DEFAULTS.get(number)
-        # Who insists, or has no time left, does not wait. One stop may be delivered twice.
-        is_again = self._set_s is not None and now_s - self._set_s > AGAIN_S and handler is signal.default_int_handler
+        is_own = os.getpid() == self._pid
+        now_s = time.monotonic()
         if is_own:
             self._stop_s = now_s
-            if number == signal.SIGTERM or is_default:
+            if number == signal.SIGTERM:
                 self.is_set, self._set_s = True, self._set_s or now_s
             self.note()
-            if is_default and not is_again:
-                return
         elif not callable(handler):
             # A process that the loop has forked: who ends a pool of workers waits until they are gone.
             signal.signal(number, signal.SIG_DFL)
@@ -166,7 +163,8 @@ class TerminateFlag:
                 handler(number, frame)
             except (SystemExit, KeyboardInterrupt) as error:
                 self._exit = error
-                is_again |= self.has_exit and now_s - self._held_s > AGAIN_S
+                # Who insists, or has no time left, does not wait. One stop may be delivered twice.
+                is_again = self.has_exit and now_s - self._held_s > AGAIN_S
                 if not self.is_holding or is_again or self.is_late() or not is_own:
                     self.has_exit = False
                     raise

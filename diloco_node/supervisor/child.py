@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Final
 from diloco_node.backoff import Backoff
 from diloco_node.supervisor.preload import Forked, ForkServer, give_way, start_reader
 from diloco_node.supervisor.screen import SCREEN
-from diloco_node.supervisor.supervisor_spec import LEARNER_SHARE
 from diloco_node.unix_sockets import ancestors_of
 
 if TYPE_CHECKING:
@@ -57,12 +56,6 @@ _CRASH: Final = re.compile(
     r"Current thread 0x.*\n *(?P<place>File .*)\n(?: +(?:File |\.\.\.).*\n|\n)*(?:Extension modules: .*\n?)?\Z"
 )
 """The end of the output of a process that crashed outside of Python, as faulthandler writes it."""
-
-STOP_SIGNALS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""A shell that dies of one of them leaves a learner below it behind, which may have been told, too."""
-
-TOLD_S: Final = 0.5
-"""After which what a shell has left behind is told: a launcher that is told three times lets go of its ranks."""
 
 KILLED_S: Final = 10.0
 """Limit for a killed process to leave the machine."""
@@ -175,8 +168,6 @@ class Child:
         self._started_s = 0.0
         self._backoff = Backoff(spec.backoff_min_s, spec.backoff_max_s)
         self._marks: list[bytes] = []
-        # Whether what is below a shell was told to stop, in this life.
-        self._is_told = False
 
     @property
     def is_running(self) -> bool:
@@ -205,7 +196,7 @@ class Child:
     def start(self, env: Mapping[str, str], report: Callable[[ChildExited], None], *, gives_way: bool = False) -> None:
         """Start it, from the main thread: PR_SET_PDEATHSIG follows the thread that forked. gives_way: at a lower
         priority. Raises OSError, RuntimeError: the machine gives no process, descriptor or thread now."""
-        self.log.tail, self._is_told = b"", False
+        self.log.tail = b""
         own_env = self.marked(env)
         self._marks = [f"{name}={own_env[name]}".encode() for name in ("DILOCO_CHILD", "DILOCO_SUPERVISOR")]
         process = (self.forks.fork() if self.forks is not None else None) or self._spawn(own_env, is_apart=gives_way)
@@ -256,20 +247,9 @@ class Child:
         # Look at the exit without reaping: until then the process group's number can't belong to anyone else, and what
         # the child left behind in its group can be killed safely.
         with contextlib.suppress(ChildProcessError):
-            end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            if end is not None and end.si_code == os.CLD_KILLED and end.si_status in STOP_SIGNALS:
-                self._await_group(process.pid)
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         _kill_group(process.pid, signal.SIGKILL)
         report(ChildExited(self, process.wait()))
-
-    def _await_group(self, pid: int) -> None:
-        """Give what a shell has left behind the time of a stop, for its last merge and checkpoint."""
-        began_s = time.monotonic()
-        while _has_living(pid) and (waited_s := time.monotonic() - began_s) < LEARNER_SHARE * self._spec.stop_s:
-            if waited_s > TOLD_S and not self._is_told:
-                self._is_told = True
-                _kill_group(pid, signal.SIGTERM)
-            time.sleep(ORPHAN_POLL_S)
 
     def ended(self) -> float:
         """Note the end of this life, and clear up after it. Returns how long it was, in seconds."""
@@ -301,7 +281,7 @@ class Child:
             pid = next((other for other in (pid, *ancestors_of(pid)) if os.getpgid(other) == self.pid), self.pid)
             if pid == self.pid:
                 return
-            descriptor, self._is_told = os.pidfd_open(pid), True
+            descriptor = os.pidfd_open(pid)
             try:
                 signal.pidfd_send_signal(descriptor, signal.SIGTERM)
                 select.select([descriptor], [], [], limit_s)
@@ -339,17 +319,6 @@ def memory_kills() -> int:
     with contextlib.suppress(OSError, ValueError):
         return int(dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines()).get("oom_kill", 0))
     return 0
-
-
-def _has_living(group: int) -> bool:
-    """Whether a process of this group is no zombie."""
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            with contextlib.suppress(OSError):  # gone meanwhile
-                state, _, number = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
-                if int(number) == group and state not in "ZX":
-                    return True
-    return False
 
 
 def _kill_group(pid: int, number: int) -> None:

@@ -46,7 +46,7 @@ def test_ranks_leave_in_order_and_exit_as_their_handler_wants(tmp_path: Path, vi
         Ranks(2, run_program, LOOP, victims, str(tmp_path)) as ranks,
     ):
         answers = [json.loads(answer.splitlines()[-1]) for answer in ranks.answers()]  # type: ignore[attr-defined]
-        ends = ["SystemExit 3" if str(rank) in victims else "trained on" for rank in range(2)]
+        ends = ["SystemExit 3" if str(rank) in victims else "SystemExit " for rank in range(2)]
         assert answers == [{"steps": 3, "end": end, "is_interrupted": True} for end in ends]
         assert {(name.step, name.place.rank) for name in newest_first(tmp_path / "learner" / "checkpoints")} >= {
             (3, 0),

@@ -46,6 +46,7 @@ try:
             optimizer.step()
             diloco.step(tokens=3)
     diloco.close()
+    dist.barrier()
 except BaseException as error:
     end = f"{type(error).__name__} {error}"
 print(json.dumps({"steps": diloco.steps, "end": end, "is_interrupted": diloco.is_interrupted}), flush=True)
@@ -58,7 +59,7 @@ print(json.dumps({"steps": diloco.steps, "end": end, "is_interrupted": diloco.is
 def test_all_ranks_leave_at_one_boundary_with_their_checkpoint(
     tmp_path: Path, code: int, victims: str, loop: str
 ) -> None:
-    """Also where the loop has no `with` block, and where it does not look at `should_stop`."""
+    """Also where the loop has no `with` block, and where it does not look at `should_stop`. A barrier follows."""
     place = f"{tmp_path}/learner.sock", f"{tmp_path}/memory.sock"
     with (
         MemoryStore(tmp_path / "memory.sock"),
@@ -67,8 +68,8 @@ def test_all_ranks_leave_at_one_boundary_with_their_checkpoint(
     ):
         answers = [json.loads(answer) for answer in ranks.answers()]  # type: ignore[arg-type]
         steps = (5 if victims == "1" else 4) + (loop == "goes on")
-        exits, others = (victims, "SystemExit ") if loop == "goes on" else (victims[0], "")
-        ends = [f"SystemExit {code}" if str(rank) in exits else others for rank in range(2)]
+        exits = victims if loop == "goes on" else victims[0]
+        ends = [f"SystemExit {code}" if str(rank) in exits else "SystemExit " for rank in range(2)]
         assert any(isinstance(message, Leaving) for message in daemon.said), "its last steps were offered"
         assert answers == [{"steps": steps, "end": end, "is_interrupted": True} for end in ends]
         assert {(name.step, name.place.rank) for name in newest_first(tmp_path / "learner" / "checkpoints")} >= {
@@ -79,6 +80,72 @@ def test_all_ranks_leave_at_one_boundary_with_their_checkpoint(
         assert mark is not None
         assert (mark.is_interrupted, mark.has_left) == (True, False)
         assert not [message for message in daemon.said if isinstance(message, Done)]
+
+
+INSISTS = """
+import json, os, signal, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+import diloco_node
+from diloco_node.learner import process_signals
+os.environ["DILOCO_SOCKET"], os.environ["DILOCO_SUPERVISOR"] = sys.argv[1:]
+process_signals.AGAIN_S = 0.01
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+torch.manual_seed(7)
+model = nn.Linear(6, 5)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+diloco = diloco_node.attach(model, optimizer)
+end = ""
+try:
+    for step in range(9):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if step == 3 or (step == 4 and rank == 0):
+            time.sleep(0.05)
+            signal.raise_signal(signal.SIGTERM)
+        optimizer.step()
+        diloco.step(tokens=3)
+except BaseException as error:
+    end = f"{type(error).__name__} {error}"
+print(json.dumps({"end": end}), flush=True)
+"""
+
+
+@pytest.mark.no_device("signals are for the host")
+def test_an_exit_that_waits_is_not_lost_where_another_rank_has_exited_at_once(tmp_path: Path) -> None:
+    place = f"{tmp_path}/learner.sock", f"{tmp_path}/memory.sock"
+    with (
+        MemoryStore(tmp_path / "memory.sock"),
+        FakeDaemon(tmp_path),
+        Ranks(2, run_program, INSISTS, *place) as ranks,
+    ):
+        assert json.loads(ranks.answer(0)) == {"end": "SystemExit 143"}  # type: ignore[arg-type]
+        ranks.processes[0].kill()
+        assert json.loads(ranks.answer(1)) == {"end": "SystemExit 143"}  # type: ignore[arg-type]
+
+
+def test_an_exit_that_waits_does_not_replace_the_error_of_the_loop(folder: Path) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    model = net()
+    optimizer = make(model)
+
+    def learn() -> None:
+        diloco = diloco_node.attach(model, optimizer)
+        try:
+            train(model, optimizer, diloco, 2)
+            diloco._terminate.is_holding = True  # as where there are other ranks
+            signal.raise_signal(signal.SIGTERM)
+            raise ValueError("of the loop")
+        finally:
+            diloco.close()
+
+    try:
+        with FakeDaemon(folder), pytest.raises(ValueError, match="of the loop"):
+            learn()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("code", [0, 143])

@@ -1,6 +1,5 @@
 """learner/process_signals.py, in processes of their own: what SIGTERM and the supervisor's death do to a learner."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -41,26 +40,13 @@ def test_sigterm_sets_the_flag_until_it_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_what_else_ends_all_processes_of_a_job_or_session_asks_the_loop_to_end(
-    monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    """LSF sends SIGINT before SIGTERM, a session that ends SIGHUP beside it."""
-    now_s = 1000.0
-    monkeypatch.setattr(process_signals.time, "monotonic", lambda: now_s)
+def test_what_nobody_handles_but_sigterm_does_what_it_does_without_a_learner(number: int) -> None:
     default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     earlier = signal.signal(number, default)
     flag = TerminateFlag()
     try:
         flag.install()
-        for _ in range(2):
-            signal.raise_signal(number)
-        assert (flag.is_set, flag.has_stop) == (True, True)
-        now_s += process_signals.AGAIN_S + 1
-        assert flag.deadline_s < now_s + process_signals.STOP_S_DEFAULT - 1, "of the first"
-        ends = pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else contextlib.nullcontext()
-        with ends:  # somebody insists
-            signal.raise_signal(number)
-        flag.restore()
+        flag.is_asked()
         assert signal.getsignal(number) is default
     finally:
         flag.restore()
@@ -95,7 +81,7 @@ def test_a_handler_of_the_script_is_called_and_the_signal_is_seen(number: int) -
             signal.raise_signal(number)
         assert (calls, notes) == ([number], [0]), "it is noted first, for theirs may end the process"
         assert (flag.is_asked(), flag.has_stop) == (number == signal.SIGTERM, True)
-        with flag.leaving():
+        with flag.leaving(is_alone=True):
             assert flag.is_asked()
         flag.restore()
         assert signal.getsignal(number) is theirs
@@ -126,7 +112,7 @@ def test_a_signal_that_was_for_something_else_ends_nothing_later(monkeypatch: py
         assert (profile.calls, flag.has_stop) == (1, True)
         now_s[0] += STOP_LASTS_S
         assert not flag.has_stop
-        with flag.leaving():
+        with flag.leaving(is_alone=True):
             assert not flag.is_asked(), "the loop ends for another reason"
         now_s[0] += 3600.0
         signal.raise_signal(signal.SIGTERM)
@@ -284,7 +270,7 @@ def test_an_exit_that_waits_is_raised_once_at_the_end_or_where_somebody_insists(
                 with pytest.raises(SystemExit):
                     signal.raise_signal(signal.SIGTERM)
             else:
-                with pytest.raises(SystemExit), flag.leaving():
+                with pytest.raises(SystemExit), flag.leaving(is_alone=True):
                     signal.raise_signal(signal.SIGTERM)  # passed on late: the last merge is under way
             flag.exit_late()  # once is enough
         finally:

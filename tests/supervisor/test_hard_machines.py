@@ -16,7 +16,6 @@ from diloco_node.backoff import Backoff
 from diloco_node.supervisor import child, preload
 from diloco_node.supervisor.screen import WAITING_BYTES_MAX, Screen
 from diloco_node.supervisor.supervisor import run_supervisor
-from diloco_node.unix_sockets import ancestors_of
 from tests.kit.supervisor_kit import MAIN, NOTE, PATIENCE_S, WAIT, is_gone, lives, spec
 from tests.kit.waiting import until
 
@@ -56,31 +55,6 @@ def test_a_learner_below_a_shell_is_stopped_before_the_shell_would_take_it_along
     assert process.wait(PATIENCE_S) == 0
     assert (tmp_path / "saved").exists()
     assert is_gone(lives(tmp_path, "trainer")[0])
-
-
-@pytest.mark.parametrize("trainer", ["train.py", "launch.py train.py"])
-@pytest.mark.parametrize("is_job", [True, False], ids=["all processes", "the shell alone"])
-def test_a_stop_that_ends_the_shell_leaves_the_learner_below_it_its_time(
-    tmp_path: Path, trainer: str, is_job: bool
-) -> None:
-    """As `scancel`, and systemd's KillMode=control-group, which tell all processes at once."""
-    (tmp_path / "train.py").write_text(TRAIN)
-    (tmp_path / "launch.py").write_text(LAUNCH)
-    command = f"cd {tmp_path} && {sys.executable} {trainer}; true"
-    learner = NOTE + f"note('shell')\nos.execvp('bash', ['bash', '-c', {command!r}])"
-    process = subprocess.Popen([sys.executable, "-c", MAIN, str(tmp_path), WAIT, learner, "60"])
-    until(lambda: lives(tmp_path, "trainer"))
-    first = lives(tmp_path, "trainer")[0]
-    [shell] = lives(tmp_path, "shell")
-    below = ancestors_of(first)
-    for pid in (process.pid, *below[: below.index(shell)], first, shell) if is_job else (shell,):
-        os.kill(pid, signal.SIGTERM)
-    until(lambda: (tmp_path / "saved").exists(), "the last checkpoint")
-    assert is_gone(first)
-    if not is_job:
-        until(lambda: len(lives(tmp_path, "trainer")) == 2, "the next life")
-        process.terminate()
-    assert process.wait(PATIENCE_S) == 0
 
 
 def test_a_terminal_that_takes_nothing_stops_neither_the_learner_nor_the_supervisor(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ class LearnerProxy:
         self._newest: LearnerStatus | None = None
         # The last word of the present incarnation; None while it steps.
         self.done: learner_link.Done | None = None
+        self._has_failed = False
         # The status of a learner that was done when it detached, for the last report.
         self._last_status: LearnerStatus | None = None
         self._counter_check = CounterCheck(region, [len(fragment.pieces) for fragment in manifest.fragments])
@@ -175,7 +176,7 @@ class LearnerProxy:
         self._refuse_requested("the learner restarted")
         bases = tuple(position.base_version for position in attach.positions)
         self.version_area.begin_learner(writes_initial=writes_initial, base_slots=attach.slots, base_versions=bases)
-        self.done = None
+        self.done, self._has_failed = None, False
         if (attach.pid, incarnation) != (self.pid, self.incarnation):
             # Another process: it has blocked for no time yet.
             self.pid = attach.pid
@@ -407,6 +408,7 @@ class LearnerProxy:
 
     def _on_failure(self, reason: str) -> None:
         """It ends with an error."""
+        self._has_failed = True
         text = f"the learner failed: {reason}"
         self._note_trouble(text, has_failed=True)
         self._note(ev.Note("learner", text, is_alarm=True))
@@ -421,6 +423,15 @@ class LearnerProxy:
         """Where the attached learner stands; None before it wrote that."""
         place = PlaceMark.decode(self._place_area[:])
         return place if self.status is not None and place is not None and place.pid == self.pid else None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the last word of the attached learner, or its place, says that nothing more comes from it."""
+        if self.done is not None or self._has_failed:
+            return True
+        place = self.place
+        is_merged = place is not None and place.is_interrupted and place.included_step >= place.step
+        return is_merged or (place is not None and place.is_over)
 
     @property
     def pause(self) -> PlaceMark | None:
