@@ -199,7 +199,7 @@ class LearnerWatch:
     def _pause_limit_s(self, pause: PlaceMark) -> float:
         limit_s = pause.limit_s * 2**self._doublings
         # Where the script has set no limit of its own, the pause takes none of the usual time away.
-        return max(limit_s, self.limit_s) if pause.limit_s == BUSY_MAX_S else limit_s
+        return float(max(limit_s, self.limit_s) if pause.limit_s == BUSY_MAX_S else limit_s)
 
     def _look_outside(self, place: PlaceMark, mark: bytes | None, now_s: float) -> Action:
         """Its script is in no run: it has left, or was refused. It may attach again."""
