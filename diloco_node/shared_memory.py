@@ -37,6 +37,9 @@ COUNTERS_AREA: Final = "counters"
 PLACE_AREA: Final = "place"
 """Name of the area where the learner writes its `PlaceMark` for supervisor and daemon."""
 
+BUSY_MAX_S: Final = 3600.0
+"""A longer pause counts as a hang: a device that is stuck in an evaluation must not keep its region for ever."""
+
 AREAS_MAX: Final = 16
 """Areas one store keeps; daemon and learner use four."""
 

@@ -161,19 +161,23 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
         activity = "evaluation" if control.should_evaluate else "saving" if control.should_save else otherwise
         if activity:
             self._is_evaluating = bool(control.should_evaluate)
-            self._pause.begin(self.diloco, activity)
+            self._pause.begin(self.diloco, activity, is_saving=activity != otherwise)
 
     def _go_on(self) -> None:
         self._is_evaluating = False
         self._pause.end()
-        if self._val_losses and self.diloco is not None:
-            self.diloco.evaluated(val_loss=fmean(self._val_losses.values()))
+        diloco = self.diloco
+        # What was told since the step stands: the loss of `eval_dataset`, or what the script has measured.
+        if self._val_losses and diloco is not None and diloco._held_out["val_step"] != diloco.global_step:
+            diloco.evaluated(val_loss=fmean(self._val_losses.values()))
         self._val_losses.clear()
 
     def on_evaluate(self, args: Any, state: Any, control: TrainerControl, **context: Any) -> None:
         """Tell the held-out loss; of several data sets, each of which comes here, the mean before the next step."""
         metrics = context.get("metrics") or {}
-        prefix = next((key.removesuffix("_runtime") for key in metrics if key.endswith("_runtime")), "eval")
+        # A metric of the script's may end so, too.
+        prefixes = ["eval", *(key.removesuffix("_runtime") for key in metrics if key.endswith("_runtime"))]
+        prefix = next((prefix for prefix in prefixes if f"{prefix}_loss" in metrics), "eval")
         loss = metrics.get(f"{prefix}_loss")
         if self.diloco is not None and loss is not None:
             if prefix == "eval":

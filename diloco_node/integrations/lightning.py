@@ -171,7 +171,7 @@ class LightningDiloco(Callback):  # type: ignore[misc]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Announce what other callbacks do now, and at the end of all training: an upload, say."""
-        self._pause.begin(self.diloco, "the end of an epoch")
+        self._pause.begin(self.diloco, "the end of an epoch", is_saving=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the run after all other callbacks: the run's result replaces what they write to the module now."""

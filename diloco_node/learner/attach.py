@@ -49,13 +49,14 @@ from diloco_node.learner.loss_watch import LossWatch
 from diloco_node.learner.model_state import SavedStates, model_state
 from diloco_node.learner.model_watch import ModelWatch
 from diloco_node.learner.omissions import attach_warnings
-from diloco_node.learner.pauses import BUSY_MAX_S, announce_pause
+from diloco_node.learner.pauses import announce_pause
 from diloco_node.learner.process_signals import LearnerPlace, TerminateFlag
 from diloco_node.learner.ranks import Boundary, Ranks
 from diloco_node.learner.region_shards import HERE
 from diloco_node.learner.several_optimizers import OptimizerArgument, as_one, parameters_of
 from diloco_node.learner.tensor_forms import check_apart
 from diloco_node.learner.token_check import TokenCheck, whole_tokens
+from diloco_node.shared_memory import BUSY_MAX_S
 from diloco_node.wire.learner_link import Done, Failed
 
 log = logging.getLogger("diloco_node.learner")
@@ -327,6 +328,7 @@ class Diloco(LoopView):
         """Go on taking versions for some time without stepping. All ranks call it, or LearnerError is raised."""
         if self._boundaries is not None and self._watch is not None and not self._is_closed:
             self._check_open("settle()")
+            self._saves.end_pause()
             self._watch.check_writes()
             try:
                 for boundary in self._boundaries.settle(seconds):
@@ -375,6 +377,7 @@ class Diloco(LoopView):
         with self._terminate.leaving(is_alone=self._ranks.size == 1 or not self._ranks.can_meet):
             if boundaries is None or self._is_closed:
                 return self._close(None)
+            self._saves.end_pause()
             if boundaries.is_crossing.is_set() or self._refusal is not None:  # half a merge is no result
                 return self._fail(self._refusal or LearnerError("a step() did not come to its end"))
             try:

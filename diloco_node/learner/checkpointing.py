@@ -86,7 +86,7 @@ class Checkpointing:
         self.stateful = {
             name: as_schedule(as_stateful(name, item))
             for name, item in stateful.items()
-            if not any(item is member for member in members)
+            if not any(item is member for member in members) or _has_more(item)
         }
         if (scaler := scaler_of(optimizer)) is not None and scaler not in self.stateful.values():
             self.stateful["gradient scaler"] = scaler
@@ -318,6 +318,13 @@ class Checkpointing:
 
 def _names(text: bytes) -> list[FileName]:
     return [name for item in json.loads(text) if (name := FileName.parse(item)) is not None]
+
+
+def _has_more(component: Any) -> bool:
+    """Whether its state has more than that of an optimizer."""
+    with contextlib.suppress(Exception):  # a checkpoint tells of it
+        return not component.state_dict().keys() <= {"state", "param_groups"}
+    return False
 
 
 def _groups(listings: list[list[FileName]]) -> list[dict[FileName, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 import time
@@ -21,9 +22,9 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.names import plain_name, replicas_in
 from diloco_node.learner.layouts.tensors import ModelTensors, memory_of
 from diloco_node.learner.local_fragments import LearnerFragments
-from diloco_node.learner.pauses import BUSY_MAX_S
 from diloco_node.learner.private_hooks import PrivateHook, is_private, living_handles, private_hooks
 from diloco_node.learner.ranks import Ranks
+from diloco_node.shared_memory import BUSY_MAX_S
 
 if TYPE_CHECKING:
     from diloco_node.learner.daemon_session import LearnerSession
@@ -120,6 +121,8 @@ class SavedStates:
         self._handles: list[RemovableHandle] = []
         # Whether the learner's place says that the script works with the merged parameters.
         self._is_announced = False
+        # Process and thread that make the steps, once there is one: another has no pause of the loop to announce.
+        self._stepper = (0, 0)
         # By thread the state that is being made, and the merged parameters in it, by key: of modules in modules.
         self._replaced = threading.local()
 
@@ -154,11 +157,14 @@ class SavedStates:
 
     def announce(self) -> None:
         """Announce a pause until the next step: the script has merged parameters, to save, upload or evaluate them."""
+        if self._stepper != (os.getpid(), threading.get_ident()):
+            return
         if (session := self._session) is not None and not session.place.activity:
             self._is_announced = True
             session.pause(MERGED_WORK, since_s=time.monotonic(), limit_s=BUSY_MAX_S)
 
-    def _end_pause(self) -> None:
+    def end_pause(self) -> None:
+        """End the pause that `announce` has begun."""
         # One inside of it, within which the loop has made a step, goes on.
         if self._is_announced and self._session is not None and self._session.place.activity == MERGED_WORK:
             self._is_announced = False
@@ -253,7 +259,8 @@ class SavedStates:
 
     def step(self) -> None:
         """A step comes: tell if a state was loaded into the model before it. After the last step that is no news."""
-        self._end_pause()
+        self.end_pause()
+        self._stepper = os.getpid(), threading.get_ident()
         if self._was_loaded:
             self._was_loaded = False
             self.tell(_LOADED)

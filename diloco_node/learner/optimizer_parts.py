@@ -24,7 +24,15 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.shard_map import Box, ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
 from diloco_node.learner.nested import check_plain, cut_like, flatten, unflatten
-from diloco_node.learner.schedules import BEGIN, Changes, is_same, script_settings, take_settings, tell_changes
+from diloco_node.learner.schedules import (
+    BEGIN,
+    Changes,
+    is_same,
+    script_settings,
+    take_settings,
+    tell_changes,
+    without_numpy,
+)
 from diloco_node.learner.several_optimizers import (
     findings_of,
     inner_of,
@@ -56,7 +64,8 @@ class Kept:
         tensors: by `state.INDEX.KEY` or `group.INDEX.KEY`; what of them lies on the rank.
         rest: what is no tensor; `state` by index, `param_groups`, and `kind`, the optimizer's class. `extras`: state of
             no parameter. `narrow`: class and sign of those tensors that the optimizer holds in fewer bits; they are
-            kept as floats. `script`: by group what the script had set at `attach`.
+            kept as floats. `script`: by group what the script had set at `attach`. `dtypes`: by group the settings
+            that are types.
         names: of the parameters, by index; "" for one that is not merged. A second optimizer of one has a longer name.
         boxes: of those tensors that have a value for each of their parameter's.
     """
@@ -179,6 +188,7 @@ class OptimizerParts:
         boxes: dict[str, Box] = {}
         document: Json = {"kind": kind, "state": {}, "param_groups": [], "narrow": {}, "script": self._script}
         document["types"] = [str(parameter.dtype) for parameter in self._parameters]
+        document["dtypes"] = [_dtypes(group) for group in state["param_groups"]]
         extras = {key: values for key, values in state["state"].items() if key not in range(len(self._parameters))}
         if extras:  # belongs to no parameter
             document["extras"] = flatten("extras", extras, tensors)
@@ -205,7 +215,10 @@ class OptimizerParts:
         settings = settings_of(self._optimizer)
         for index, group in enumerate(state["param_groups"]):
             # What is no JSON, such as a type or an infinite limit, is the script's again after a restart.
-            values = {key: value for key, value in group.items() if key not in settings or _can_be_kept(value)}
+            # A rate always comes along: without it the script's would be taken, at a schedule's place.
+            plain = {key: without_numpy(value) for key, value in group.items()}
+            spares = {key for key in settings - {"lr"} if key in plain and not _can_be_kept(plain[key])}
+            values = {key: value for key, value in plain.items() if key not in spares}
             document["param_groups"].append(_split(f"group.{index}", values, tensors))
         return Kept(tensors, document, self._names, boxes)
 
@@ -235,6 +248,8 @@ class OptimizerParts:
         changes: Changes = {}
         # By parameter the states that a setting of the script asks for and no checkpoint has yet.
         additions: list[list[str]] = []
+        # By parameter whether its group asks for states of the types that it had.
+        has_dtypes: list[bool] = []
         groups: list[Json] = []
         for at, own_group in enumerate(own_groups):
             place = self._place_of_group(at, own_group, kept_groups, first.names)
@@ -249,6 +264,8 @@ class OptimizerParts:
             settings_now = {key for key, (old, own) in group_changes.items() if own and not old}
             keys = [state for key, state in LATER_STATES.items() if key in settings_now]
             additions += [keys for _ in group["params"]]
+            is_typed = place is None or "dtypes" not in first.rest or first.rest["dtypes"][place] == _dtypes(own_group)
+            has_dtypes += [is_typed for _ in group["params"]]
         views = [_ByParameter(save) for save in saves]
         state = {index: values for index in range(len(self._parameters)) if (values := self._state_of(index, views))}
         for place, values in state.items():
@@ -259,10 +276,11 @@ class OptimizerParts:
         for place, (inner, parameter) in enumerate(self._members()):
             # What an optimizer loads it makes of the parameter's type: moments of float32, and counts, too.
             entries = getattr(inner, "state", {}).get(parameter)
-            is_same = any(view.type_of(self._names[place], place) == str(parameter.dtype) for view in views)
+            is_as_before = any(view.type_of(self._names[place], place) == str(parameter.dtype) for view in views)
+            is_as_before &= has_dtypes[place]
             if isinstance(entries, dict):
                 values = {key: value for key, value in state.get(place, {}).items() if key != "step" and key in entries}
-                entries |= {key: _as_kept(value, entries[key], is_same=is_same) for key, value in values.items()}
+                entries |= {key: _as_kept(value, entries[key], is_same=is_as_before) for key, value in values.items()}
         tell_changes(changes)
 
     def _place_of_group(self, at: int, own_group: Json, groups: Sequence[Json], names: Sequence[str]) -> int | None:
@@ -440,13 +458,23 @@ def _can_be_kept(value: object) -> bool:
         return False
 
 
+def _dtypes(group: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings that are a type of tensors, or the name of one."""
+    types = {
+        key: getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+        for key, value in group.items()
+    }
+    return {key: str(value) for key, value in types.items() if isinstance(value, torch.dtype)}
+
+
 def _as_kept(value: Any, entry: Any, *, is_same: bool) -> Any:
     """Return what an optimizer has loaded with texts as they were kept, and if `is_same` the types, too."""
     again = partial(_as_kept, is_same=is_same)
     if isinstance(value, Tensor) and isinstance(entry, Tensor) and value.shape == entry.shape:
         return value.to(entry.device) if is_same and value.dtype != entry.dtype else entry
     if isinstance(value, list | tuple) and isinstance(entry, list | tuple) and len(value) == len(entry):
-        return type(entry)(map(again, value, entry))
+        items = map(again, value, entry)
+        return type(entry)(*items) if hasattr(entry, "_fields") else type(entry)(items)
     if isinstance(value, dict) and isinstance(entry, dict) and value.keys() == entry.keys():
         return {key: again(item, entry[key]) for key, item in value.items()}
     return value if isinstance(value, str) else entry

@@ -6,13 +6,11 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Final, Protocol
+from typing import Protocol
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.daemon_session import LearnerSession
-
-BUSY_MAX_S: Final = 3600.0
-"""A longer pause counts as a hang: a device that is stuck in an evaluation must not keep its region for ever."""
+from diloco_node.shared_memory import BUSY_MAX_S
 
 
 @contextmanager
@@ -39,6 +37,12 @@ def announce_pause(
 
 
 class _Busy(Protocol):
+    @property
+    def _is_closed(self) -> bool: ...
+
+    @property
+    def _session(self) -> LearnerSession | None: ...
+
     def busy(self, activity: str) -> AbstractContextManager[None]: ...
 
 
@@ -48,11 +52,14 @@ class CallbackPause:
     def __init__(self) -> None:
         self._pause = ExitStack()
 
-    def begin(self, diloco: _Busy | None, activity: str) -> None:
-        """Announce a pause; the one before is over."""
+    def begin(self, diloco: _Busy | None, activity: str, *, is_saving: bool = True) -> None:
+        """Announce a pause; the one before is over. is_saving: `busy` saves a checkpoint before it, which costs."""
         self.end()
-        if diloco is not None:
-            self._pause.enter_context(diloco.busy(activity))
+        if diloco is None:
+            return
+        session = None if diloco._is_closed else diloco._session
+        unsaved = announce_pause(session, activity, BUSY_MAX_S, before=lambda: None)
+        self._pause.enter_context(diloco.busy(activity) if is_saving else unsaved)
 
     def end(self) -> None:
         """End the pause, if there is one."""

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
@@ -59,11 +60,16 @@ Changes = dict[str, tuple[Any, Any]]
 def script_settings(group: Mapping[str, Any], findings: Collection[str]) -> dict[str, Any]:
     """Return what a script has set in a group of parameters, as JSON; what is none, or a finding, is left out."""
     plain = {
-        key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+        key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else without_numpy(value)
         for key, value in group.items()
         if key not in MEMBERS and key not in findings
     }
     return {key: value for key, value in plain.items() if _is_plain(value)}
+
+
+def without_numpy(value: Any) -> Any:
+    """Return a number of numpy's as Python's; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _is_plain(value: Any) -> bool:
@@ -294,6 +300,10 @@ def _step_to(schedule: lr_scheduler.LRScheduler, steps: int, rates: Sequence[Any
 
 def _advance(schedule: Any, steps: int) -> None:
     """Step a schedule that stands at its beginning; by its formula where it has one, for a million steps take long."""
+    if steps <= 0:
+        return
+    # With no length at all such a formula divides by zero, or has another rate than the steps.
+    has_formula = hasattr(schedule, "_get_closed_form_lr") and getattr(schedule, "total_iters", 1) != 0
     if isinstance(schedule, lr_scheduler.SequentialLR):
         stages = zip(schedule._schedulers, [0, *schedule._milestones], [*schedule._milestones, steps + 1], strict=True)
         for member, begin, end in stages:
@@ -303,7 +313,7 @@ def _advance(schedule: Any, steps: int) -> None:
                 _advance(member, min(steps, end - 1) - begin)
                 schedule._last_lr = member.get_last_lr()
         schedule.last_epoch = steps
-    elif steps and (hasattr(schedule, "_get_closed_form_lr") or isinstance(schedule, _BY_COUNT)):
+    elif has_formula or isinstance(schedule, _BY_COUNT):
         schedule.step(steps)
         schedule._step_count = steps + 1
     else:

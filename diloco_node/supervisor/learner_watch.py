@@ -23,7 +23,7 @@ from collections import deque
 from enum import StrEnum
 from typing import Any, Final
 
-from diloco_node.shared_memory import PlaceMark
+from diloco_node.shared_memory import BUSY_MAX_S, PlaceMark
 
 HANG_FACTOR: Final = 10
 """Times the longest pause: evaluations and checkpoints are pauses, too."""
@@ -180,9 +180,10 @@ class LearnerWatch:
             if has_stepped:
                 self._mark, self._stepped_s = mark, now_s
             since_s = max(pause.since_s, self._stepped_s or 0.0)
-            if self._hang_s <= 0 or self.awake_s(since_s) <= pause.limit_s * 2**self._doublings:
+            limit_s = self._pause_limit_s(pause)
+            if self._hang_s <= 0 or self.awake_s(since_s) <= limit_s:
                 return Action.NOTHING
-            return self._hang(f"{pause.activity} takes more than its limit of {pause.limit_s:.0f} s", now_s)
+            return self._hang(f"{pause.activity} takes more than its limit of {limit_s:.0f} s", now_s)
         if has_stepped:
             if self._stepped_s is not None:
                 self._pauses.append(self.awake_s(self._stepped_s))
@@ -194,6 +195,11 @@ class LearnerWatch:
                 f'{still}. Longer ones, such as evaluations, belong into `with diloco.busy("evaluation"):`', now_s
             )
         return Action.NOTHING
+
+    def _pause_limit_s(self, pause: PlaceMark) -> float:
+        limit_s = pause.limit_s * 2**self._doublings
+        # Where the script has set no limit of its own, the pause takes none of the usual time away.
+        return float(max(limit_s, self.limit_s) if pause.limit_s == BUSY_MAX_S else limit_s)
 
     def _look_outside(self, place: PlaceMark, mark: bytes | None, now_s: float) -> Action:
         """Its script is in no run: it has left, or was refused. It may attach again."""

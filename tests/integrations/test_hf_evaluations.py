@@ -1,6 +1,7 @@
 """What the callback of Hugging Face's trainer says of evaluations, and in which pauses others work."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,3 +153,61 @@ def test_a_loss_that_the_trainer_computes_is_told_as_it_logs_it(folder: Path) ->
     assert losses[0] is None, "the first comes behind its step"
     assert all(loss == pytest.approx(logged[at]) for at, loss in enumerate(losses[1:3]))
     assert [step for _, step in told] == [2, 4]
+
+
+@pytest.mark.parametrize("is_after", [True, False])
+def test_an_evaluation_of_other_data_does_not_replace_the_held_out_loss(folder: Path, *, is_after: bool) -> None:
+    from transformers import TrainerCallback
+
+    trainer, _, _ = hf_trainer(folder, **EVALUATED)
+    others = torch.utils.data.Subset(Rows(), [3])
+
+    class Other(TrainerCallback):  # type: ignore[misc]
+        def on_evaluate(self, _: Any, __: Any, ___: Any, metrics: dict[str, float], **____: Any) -> None:
+            if is_after and "eval_loss" in metrics:
+                trainer.evaluate(others, metric_key_prefix="eval_train")
+
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if not is_after and state.global_step % 2 == 0:
+                trainer.evaluate(others, metric_key_prefix="eval_train")
+                trainer.control.should_evaluate = True
+
+    trainer.add_callback(Other())
+    with FakeDaemon(folder) as daemon:
+        trainer.train()
+        daemon.wait_for(Done)
+        told = told_losses(daemon)
+    losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    assert len([log for log in trainer.state.log_history if "eval_train_loss" in log]) == 2
+    assert told == [(pytest.approx(loss), step) for loss, step in zip(losses, (2, 4), strict=True)]
+
+
+def test_what_the_script_tells_of_several_data_sets_stands(folder: Path) -> None:
+    from transformers import TrainerCallback
+
+    trainer, callback, _ = hf_trainer(folder, **EVALUATED)
+    trainer.eval_dataset = {name: torch.utils.data.Subset(Rows(), [row]) for row, name in enumerate(("wiki", "code"))}
+
+    class Own(TrainerCallback):  # type: ignore[misc]
+        def on_evaluate(self, _: Any, state: Any, *__: Any, metrics: dict[str, float], **___: Any) -> None:
+            if "eval_code_loss" in metrics:
+                callback.diloco.evaluated(val_loss=float(state.global_step), val_loss_global=7.0)
+
+    trainer.add_callback(Own())
+    with FakeDaemon(folder) as daemon:
+        trainer.train()
+        done = daemon.wait_for(Done)
+        assert told_losses(daemon) == [(2.0, 2), (4.0, 4)]
+    assert done.val_loss_global == 7.0
+
+
+@pytest.mark.parametrize("prefix", ["eval", "eval_wiki"])
+def test_a_metric_of_the_scripts_with_the_name_of_a_time_hides_no_loss(folder: Path, prefix: str) -> None:
+    trainer, callback, _ = hf_trainer(folder)
+    told: list[dict[str, float]] = []
+    held_out = {"val_step": None}
+    callback.diloco = SimpleNamespace(evaluated=lambda **losses: told.append(losses), _held_out=held_out, global_step=3)
+    metrics = {f"{prefix}_model_runtime": 3.0, f"{prefix}_loss": 0.5, f"{prefix}_runtime": 1.0}
+    callback.on_evaluate(trainer.args, trainer.state, trainer.control, metrics=metrics)
+    callback._go_on()
+    assert told == [{"val_loss": 0.5}]

@@ -97,6 +97,9 @@ OTHERS: dict[str, Build] = {
     "triangles": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.001, 0.1, step_size_up=3),
     "products": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda count: 0.9 + 0.001 * count),
     "cycles that grow": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2, 2),
+    "a warm-up of no length": lambda optimizer: lr_scheduler.LinearLR(optimizer, 0.5, total_iters=0),
+    "a constant of no length": lambda optimizer: lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=0),
+    "a power of no length": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, total_iters=0),
     "three parts, and one of no length": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer,
         [lr_scheduler.ConstantLR(optimizer, factor, 3) for factor in (0.1, 0.2, 0.3)]
@@ -189,6 +192,16 @@ def test_of_two_schedules_of_one_optimizer_none_is_stepped_alone(caplog: pytest.
     assert [schedule.last_epoch for schedule in pairs[1]] == [1, 1]
     assert optimizers[1].param_groups[0]["lr"] == 0.004
     assert caplog.messages == ["StepLR: step_size is 4 as the script sets it, not 3 as in the checkpoint"]
+
+
+@pytest.mark.parametrize("build", [*OTHERS.values(), *(new for _, new in CHANGES.values())], ids=[*OTHERS, *CHANGES])
+def test_a_schedule_that_begins_anew_has_its_first_rate(build: Build) -> None:
+    """As after a checkpoint of one that counts its steps in its own way."""
+    fresh, placed = (build(torch.optim.SGD(net().parameters(), lr=0.05, momentum=0.9)) for _ in range(2))
+    placed.load_state_dict(place_schedule(placed, {"gamma": 0.5, "steps": 7}))
+    assert placed.get_last_lr() == fresh.get_last_lr()
+    assert placed.optimizer.param_groups[0]["lr"] == fresh.optimizer.param_groups[0]["lr"]
+    assert counts_of(placed.state_dict()) == counts_of(fresh.state_dict())
 
 
 class Titans:

@@ -198,3 +198,29 @@ def test_a_state_of_an_optimizer_that_belongs_to_no_parameter_comes_back(tmp_pat
     assert both is not None
     with pytest.raises(LearnerError, match="SGD has a state 'count' that belongs to no parameter"):
         both.state_dict()
+
+
+class Counting(torch.optim.SGD):
+    """Its state has more than that of its parameters."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict.get("count", self.count)
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "count"})
+
+
+def test_what_an_optimizer_has_beside_its_groups_is_kept_where_the_script_gives_it_twice(folder: Path) -> None:
+    counts = []
+    for count in (5, 0):
+        model = nn.Linear(8, 1, bias=False)
+        optimizer = Counting(model.parameters(), lr=0.1)
+        optimizer.count = count
+        checkpoints = begun(folder, every_s=60.0, model=model, optimizer=optimizer, stateful={"optimizer": optimizer})
+        counts.append(optimizer.count)
+        checkpoints.save_now(PROGRESS)
+        checkpoints.wait()
+    assert counts == [5, 5]

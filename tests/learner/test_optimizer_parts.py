@@ -1,15 +1,17 @@
 import copy
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import diloco_node
+from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.optimizer_parts import Kept, OptimizerParts
+from diloco_node.learner.optimizer_parts import Kept, OptimizerParts, _as_kept
 from diloco_node.wire.learner_link import Warned
 from tests.kit.fake_daemon import FakeDaemon
 
@@ -141,3 +143,48 @@ def test_a_type_that_nobody_knows_is_left_to_the_optimizer() -> None:
     other, fresh = wide()
     OptimizerParts(fresh, ModelTensors(other)).restore([kept])
     assert {state["mean"].dtype for state in fresh.state.values()} == {torch.bfloat16}
+
+
+@pytest.mark.no_device("its counts are of the host")
+@pytest.mark.parametrize("is_text", [False, True])
+def test_moments_have_not_the_type_that_the_script_asks_no_more_for(*, is_text: bool) -> None:
+    model, optimizer = wide()
+    pull(model, optimizer)
+    other, fresh = wide()
+    for group in fresh.param_groups:
+        group["moment_type"] = torch.bfloat16
+    if is_text:
+        for group in [*optimizer.param_groups, *fresh.param_groups]:
+            group["moment_type"] = str(group["moment_type"]).removeprefix("torch.")
+    kept = OptimizerParts(optimizer, ModelTensors(model)).keep()
+    again = Kept.from_document(json.loads(json.dumps(kept.document())), kept.tensors)
+    OptimizerParts(fresh, ModelTensors(other)).restore([again])
+    assert {state["mean"].dtype for state in fresh.state.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("has_rate", [True, False])
+def test_a_rate_of_numpy_goes_on_at_its_place_in_the_schedule(*, has_rate: bool) -> None:
+    """Without it the script's initial rate would be taken for the one that the schedule had come to."""
+    optimizers = [wide()[1] for _ in range(2)]
+    for optimizer in optimizers:
+        optimizer.param_groups[0] |= {"lr": np.float32(0.01), "initial_lr": np.float32(0.01)}
+    parts = OptimizerParts(optimizers[0])
+    optimizers[0].param_groups[0]["lr"] = np.float32(0.0025) if has_rate else float("inf")
+    if not has_rate:
+        with pytest.raises(LearnerError, match="can't be kept in a checkpoint"):
+            parts.keep()
+        return
+    kept = parts.keep()
+    OptimizerParts(optimizers[1]).restore([Kept.from_document(json.loads(json.dumps(kept.document())), kept.tensors)])
+    assert optimizers[1].param_groups[0]["lr"] == pytest.approx(0.0025)
+
+
+def test_a_named_tuple_of_states_stays_one() -> None:
+    class Pair(NamedTuple):
+        first: torch.Tensor
+        name: str
+
+    wide_value, value = torch.ones(2, dtype=torch.float64), torch.ones(2)
+    pair = _as_kept((wide_value, "a"), Pair(value, "b"), is_same=True)
+    assert isinstance(pair, Pair)
+    assert (pair.first.dtype, pair.name) == (torch.float64, "a")

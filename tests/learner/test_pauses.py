@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import torch
 import diloco_node
 from diloco_node.errors import LearnerError
 from diloco_node.learner.attach import Diloco
+from diloco_node.learner.boundary import StepBoundaries
 from diloco_node.learner.model_state import MERGED_WORK
-from diloco_node.learner.pauses import BUSY_MAX_S, CallbackPause
-from diloco_node.shared_memory import PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
+from diloco_node.learner.pauses import CallbackPause
+from diloco_node.shared_memory import BUSY_MAX_S, PLACE_AREA, PLACE_BYTES, PlaceMark, request_area
 from diloco_node.wire.learner_link import Done, Leaving, OfferApplied, Report, SnapshotReady, Warned
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.learner_kit import Toy
@@ -95,6 +97,67 @@ def test_work_with_the_merged_model_is_a_pause_until_the_next_step(folder: Path,
         assert place(folder).activity == ""
         toy.model.state_dict() if is_merging else diloco.global_state_dict()
     assert place(folder).activity == "", "it leaves"
+
+
+@pytest.mark.parametrize("leave", [lambda diloco: diloco.settle(0.1), lambda diloco: diloco.close()])
+def test_a_pause_that_no_step_ends_is_over_before_the_learner_waits_for_merges(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, leave: Callable[[Diloco], None]
+) -> None:
+    toy, activities = Toy(), []
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        toy.step(diloco)
+        diloco.global_state_dict()
+        assert place(folder).activity == MERGED_WORK
+        for name in ("settle", "are_leaving"):
+            method = getattr(StepBoundaries, name)
+
+            def look(*values: Any, method: Any = method) -> Any:
+                activities.append(place(folder).activity)
+                return method(*values)
+
+            monkeypatch.setattr(StepBoundaries, name, look)
+        leave(diloco)
+        assert activities == [""]
+
+
+def test_only_the_loop_announces_its_work_with_the_merged_model_once_it_makes_steps(folder: Path) -> None:
+    """Before, the limit would begin to count; and a thread, or a child, may work beside the steps."""
+    toy = Toy()
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        diloco.save_merged(toy.model)
+        diloco.global_state_dict()
+        assert place(folder).activity == "", "no step was made yet"
+        toy.step(diloco)
+        for work in (toy.model.state_dict, diloco.global_state_dict):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        assert place(folder).activity == ""
+        if (child := os.fork()) == 0:
+            try:
+                diloco._saves.announce()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert place(folder).activity == ""
+        diloco.global_state_dict()
+        assert place(folder).activity == MERGED_WORK
+
+
+def test_the_end_of_an_epoch_saves_no_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epochs may be short, and a save before each would take a tenth of the time."""
+    saved: list[Any] = []
+    toy, pause = Toy(), CallbackPause()
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer, checkpoint_every_s=3600.0) as diloco:
+        monkeypatch.setattr(diloco._checkpoints, "save_before_pause", saved.append)
+        toy.step(diloco)
+        pause.begin(diloco, "the end of an epoch", is_saving=False)
+        assert (place(folder).activity, saved) == ("the end of an epoch", [])
+        pause.begin(diloco, "evaluation")
+        assert (place(folder).activity, len(saved)) == ("evaluation", 1)
+        pause.end()
+    pause.begin(diloco, "the end of an epoch", is_saving=False)  # it has left
+    pause.end()
 
 
 @pytest.mark.parametrize("activity", ["", "\0", "  ", None, 7, Path("eval"), "caf\udce9"])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.shared_memory import PlaceMark
+from diloco_node.shared_memory import BUSY_MAX_S, PlaceMark
 from diloco_node.supervisor.learner_watch import (
     ABORT_S,
     ASLEEP_S,
@@ -399,6 +399,16 @@ def test_an_announced_pause_is_no_hang_before_its_own_limit_and_then_it_is() -> 
     watch.started(b"1", now_s=504.0, place=busy(2.0))
     watch.look(b"2", now_s=505.0, place=busy(2.0))
     assert watch.look(b"2", now_s=1400.0, place=busy(505.0)) is Action.NOTHING, "the next one gets twice the time"
+
+
+@pytest.mark.parametrize(("limit_s", "hung_s"), [(BUSY_MAX_S, 2 * BUSY_MAX_S), (500.0, 500.0)])
+def test_a_pause_without_a_limit_of_its_own_may_last_as_long_as_a_step(limit_s: float, hung_s: float) -> None:
+    watch, mark = LearnerWatch(2 * BUSY_MAX_S), busy(1.0, limit_s)
+    watch.started(b"0", now_s=0.0)
+    watch.look(b"1", now_s=1.0)
+    looks_s = range(2, 10_000)
+    assert next(at_s for at_s in looks_s if watch.look(b"1", now_s=at_s, place=mark) is Action.ABORT) == 2 + hung_s
+    assert watch.reason == f"hung: evaluation takes more than its limit of {hung_s:.0f} s"
 
 
 def test_after_a_pause_the_time_without_steps_begins_anew_and_it_counts_as_no_usual_one() -> None:
