@@ -369,10 +369,8 @@ class Diloco(LoopView):
 
     @USABLE
     def close(self) -> None:
-        """Leave: all ranks. A finished run's parameters come into the model, the last checkpoint is written.
-
-        An exit by a handler of the script's that came meanwhile, or had to wait, is raised at the end, on all ranks.
-        """
+        """Leave: all ranks. A finished run's parameters come into the model, the last checkpoint is written. An exit by
+        a handler of the script's that came meanwhile, or had to wait, is raised at the end, on all ranks."""
         session, boundaries = self._session, self._boundaries
         with self._terminate.leaving(is_alone=self._ranks.size == 1 or not self._ranks.can_meet):
             if boundaries is None or self._is_closed:

@@ -350,7 +350,7 @@ class Checkers:
             return  # it asked for the vote before it lost its folder
         # While the vote is written, entries may join the log that waited for their payload. They are acknowledged to
         # nobody before the new leader has them. With one of this very term somebody else was elected meanwhile.
-        own_end = self._memories[host.name].voted.get(term, view.log_end(host.core))
+        own_end = self._memories[host.name].voted.get(term, view.counted_end(host.core))
         candidate_end = ends.get(term, view.log_end(candidate))
         if own_end > candidate_end and own_end[0] < term:
             self.violate(

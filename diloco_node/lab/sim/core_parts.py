@@ -23,6 +23,15 @@ def log_end(core: Any) -> tuple[int, int]:
     return log.last_term, log.last_index
 
 
+def counted_end(core: Any) -> tuple[int, int]:
+    """The same, as far as it counts in an election: not from an entry on that takes the own vote, and is not committed
+    here (`LedgerState._is_up_to_date`)."""
+    log, disks = core.ledger._log, core.ledger.disks
+    if core.ledger._region in disks.roster.voters or disks.last_change_index <= core.ledger.cluster_commit_index:
+        return log_end(core)
+    return log.term_at(disks.last_change_index - 1), disks.last_change_index - 1
+
+
 def unasked(core: Any) -> tuple[int, ...]:
     """Fragments whose fetch nobody is asked for, while no fetch is under way and somebody could help."""
     fetches: Fetches = core._fetches
