@@ -153,7 +153,7 @@ class Checkers:
             return
         is_question = isinstance(event, ev.MessageArrived) and isinstance(event.message, msg.RequestVote)
         # In the same event entries may join the log that waited for a leader who is gone.
-        self._memories[host.name].asked_end = view.log_end(host.core) if is_question else None
+        self._memories[host.name].asked_end = view.counted_end(host.core) if is_question else None
         self.is_end_due |= isinstance(event, ev.FinishOrdered)
         if isinstance(event, ev.VersionApplied):
             versions = self._memories[host.name].versions

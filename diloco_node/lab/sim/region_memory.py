@@ -21,7 +21,8 @@ class RegionMemory:
         versions: per fragment the version applied in this life.
         unasked: by fragment that is lacking, since when nobody is asked for it.
         claims: by (fragment, version, digest) of a state, and (ballot, digest) of a payload, the peers that told of it.
-        asked_end: where its log ended when the message came that asks for its vote; None: another event is handled.
+        asked_end: where its log ended, as far as it counts, when the message came that asks for its vote; None: another
+            event is handled.
         voted: by term, where its log ended when it decided its vote.
     """
 
