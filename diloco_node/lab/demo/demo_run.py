@@ -372,7 +372,8 @@ class Demo:
         while not self.interrupted.is_set() and not until():
             elapsed_s = time.monotonic() - started_s
             if limit_s is not None and elapsed_s > limit_s:
-                raise DilocoError(f"the regions took more than {limit_s:.0f} s {purpose}:\n{self._last_lines()}")
+                ends = (f"--- {region.name}\n{region.last_lines(4)}" for region in self.regions)
+                raise DilocoError("\n".join((f"the regions took more than {limit_s:.0f} s {purpose}:", *ends)))
             self.keeper.check()
             for task in self.tasks:
                 _check(task)
@@ -399,9 +400,6 @@ class Demo:
             raise DilocoError(
                 f"{region.name}: its learner trains no more, before the run's end:\n{region.last_lines()}"
             )
-
-    def _last_lines(self) -> str:
-        return "\n".join(f"--- {region.name}\n{region.last_lines(4)}" for region in self.regions)
 
 
 def _step_seconds(text: str) -> float:

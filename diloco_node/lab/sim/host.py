@@ -289,13 +289,13 @@ class Host:
 
     def _follow_wishes(self) -> None:
         """Keep the wishes for the run's end on disk, as `daemon.node` does."""
-        end, knows_run = self.core.end, self.core.ledger.has_caught_up and not self.core.is_replaying
-        if self._recalled != self._lives and knows_run:
+        end = self.core.end
+        if self._recalled != self._lives:
+            if not self.core.ledger.has_caught_up or self.core.is_replaying:
+                return
             self._recalled = self._lives
-            if end.end is None:
-                end.recall(self.disk.wishes)
-        if self._recalled == self._lives:
-            self.disk.wishes = end.wishes
+            end.recall(() if end.end is not None else self.disk.wishes)
+        self.disk.wishes = end.wishes
 
     def tell_shards(self) -> None:
         """Tell the learner its shards of the data, as `daemon.learner.reception` does."""
