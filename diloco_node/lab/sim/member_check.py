@@ -77,8 +77,8 @@ class MemberCheck:
     def is_belated(self, text: str, *, now_ns: int) -> bool:
         """Whether an alarm is about an eviction that was true, and waited for a majority.
 
-        Its region may be back, and knows that it is here. Others may have heard it again for as long as an absence has to
-        last: nobody can tell that from what a liar dates back."""
+        Its region may be back, and knows that it is here. Others may have heard it again for as long as an absence has
+        to last: nobody can tell that from what a liar dates back."""
         if match := re.search(r"(\S+) is away for long", text):
             self._evicted_ns[match[1]] = now_ns
         match = re.search(r"entry \d+: (\S+) (was heard here|is here itself)", text)
