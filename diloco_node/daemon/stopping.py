@@ -38,7 +38,7 @@ ADMIN_SHARE: Final = 0.15
 AGAIN_S: Final = 2.0
 """One stop may come twice, to all processes and passed on by another. Later it is somebody who insists."""
 
-BACK_S: Final = 1.0
+BACK_S: Final = 2.0
 """For a learner whose link drops to attach again."""
 
 log = structlog.get_logger()
@@ -97,7 +97,7 @@ class StopSignals:
         if is_final:
             self._stop()
             return
-        log.warning("told to stop, and its learner's link has ended without a last word", region=self._region)
+        log.warning("told to stop, and its learner's link has ended before all steps were merged", region=self._region)
         if self._back_timer is not None:
             self._back_timer.cancel()
         self._back_timer = asyncio.get_running_loop().call_later(BACK_S, self._stop_unless_back)

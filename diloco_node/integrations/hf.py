@@ -184,6 +184,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
                 self.diloco.evaluated(val_loss=float(loss))
             elif prefix.startswith("eval_"):
                 self._val_losses[prefix] = float(loss)
+        self._is_evaluating = False  # the next data set has a pause of its own
         self._pause_for(TrainerControl(should_save=control.should_save))
 
     def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **context: Any) -> None:

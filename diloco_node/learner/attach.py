@@ -392,13 +392,13 @@ class Diloco(LoopView):
                 self._save(self._checkpoints.finish if is_leaving else self._checkpoints.save_now)
                 if is_leaving:
                     boundaries.tell_written()
-                    boundaries.agree_on_exit()
                     was_over = self.should_stop and not self.is_interrupted
                     self.is_interrupted = not is_at_end(boundaries, was_over, has_result)
                 elif session is not None:
                     if foreign and not has_result:
                         self._warn(foreign)
                     self.is_interrupted = session.stop_reason is None and (self.should_stop or self._terminate.is_set)
+                boundaries.agree_on_exit()
             except BaseException as error:
                 self._fail(error)
                 raise

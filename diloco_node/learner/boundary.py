@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -182,8 +181,10 @@ class StepBoundaries:
                 self.session.stand(step)
 
     def agree_on_exit(self) -> None:
-        """Have all ranks exit if a handler of some script wants to, or none: they may meet later. All call this."""
-        wants_exit = self.terminate.has_exit and sys.exc_info()[0] is None
+        """Have all ranks exit if a handler of some script wants to, or none: they may meet later. All call it, last."""
+        if not self.ranks.can_meet:
+            return
+        wants_exit = self.terminate.has_exit and not self.terminate.is_failing()
         self.terminate.are_exiting = any(self.ranks.all_bytes(b"1" if wants_exit else b""))
 
     def progress(self, global_step: int) -> TrainingProgress:

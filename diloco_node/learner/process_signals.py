@@ -67,9 +67,12 @@ class TerminateFlag:
         self._pid = os.getpid()
         # By which a handler of the script's ended its loop.
         self._exit: BaseException | None = None
+        # Id of the exception within whose handling the script trains; the object would hold its frames.
+        self._handled = id(None)
 
     def install(self) -> None:
         """Take SIGTERM, and stand in for the script's handlers of stop signals."""
+        self._handled = id(sys.exc_info()[1])
         if threading.current_thread() is not threading.main_thread():
             log.warning("attach() was called in a thread: SIGTERM is the script's, which has to leave the loop then")
         elif signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -108,18 +111,31 @@ class TerminateFlag:
 
         is_alone: no other rank may wait for this one afterwards; else all ranks exit (`are_exiting`), or none.
         An exception that is on its way already, such as the loop's own error, goes on instead.
+
+        Raises also where another rank has exited before the agreement.
         """
         self.is_set |= self.has_stop
-        self.is_holding, has_error = True, sys.exc_info()[0] is not None
+        self.is_holding, is_failing = True, self.is_failing()
         try:
             yield
+        except LearnerError as error:
+            if isinstance(error.__cause__, RuntimeError):  # torch's: the other rank is gone
+                self.exit_late()
+            raise
         finally:
             self.is_holding = False
         is_exiting = self.has_exit if is_alone else self.are_exiting
-        error = self._exit if self.has_exit else None
+        exit_error = self._exit if self.has_exit else None
         self.has_exit = self.are_exiting = False
-        if is_exiting and not has_error:
-            raise error or SystemExit
+        if is_exiting and not is_failing:
+            raise exit_error or SystemExit
+        if exit_error is not None:
+            log.warning("the exit that a stop signal's handler wanted is left out: an error, or other ranks, go on")
+
+    def is_failing(self) -> bool:
+        """Whether an exception is on its way, other than the one that the script has handled to train at all."""
+        error = sys.exc_info()[1]
+        return error is not None and id(error) != self._handled and not isinstance(error, GeneratorExit)
 
     @property
     def deadline_s(self) -> float:
@@ -191,7 +207,7 @@ class TerminateFlag:
 
     def restore(self) -> None:
         """Give the signals back, unless the script has taken them meanwhile. Only the main thread can."""
-        self.note, self.is_holding = lambda: None, False
+        self.note, self.is_holding, self._handled = lambda: None, False, id(None)
         if threading.current_thread() is threading.main_thread():
             for number, (stand_in, handler) in self._handlers.items():
                 if signal.getsignal(number) is stand_in:

@@ -16,9 +16,13 @@ REASON_CHARS_MAX: Final = 1000
 STATES: Final = frozenset({"running", "waiting", "stopped", "done"})
 
 
-def write_process(state_dir: Path, document: Mapping[str, Any]) -> None:
-    """Leave the newest word. A disk that refuses must not stop the supervisor: then the old one stays."""
+def write_process(state_dir: Path, document: Mapping[str, Any] | None) -> None:
+    """Leave the newest word; None: the supervisor runs no learner. A disk that refuses must not stop it: then the old
+    one stays."""
     with contextlib.suppress(OSError):
+        if document is None:
+            (state_dir / PROCESS_FILE).unlink(missing_ok=True)
+            return
         replace_file(state_dir / PROCESS_FILE, json.dumps(document).encode(), is_durable=False)
 
 

@@ -163,8 +163,8 @@ class _Supervisor:
 
     def run(self) -> int:
         try:
-            if self._learner is not None:
-                write_process(self._spec.state_dir, self._watch.document())  # not what the supervisor before said
+            # Not what the supervisor before said.
+            write_process(self._spec.state_dir, None if self._learner is None else self._watch.document())
             if orphans := end_orphans(self._env["DILOCO_SUPERVISOR"], self._spec.state_dir):
                 numbers = ", ".join(map(str, orphans))
                 self.say(f"ended what the supervisor before left behind, with its memory: pid {numbers}")

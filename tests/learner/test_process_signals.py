@@ -12,6 +12,7 @@ from types import FrameType
 
 import pytest
 
+from diloco_node.errors import LearnerError
 from diloco_node.learner import process_signals
 from diloco_node.learner.process_signals import STOP_LASTS_S, STOP_SIGNALS, TerminateFlag
 
@@ -275,3 +276,55 @@ def test_an_exit_that_waits_is_raised_once_at_the_end_or_where_somebody_insists(
             flag.exit_late()  # once is enough
         finally:
             flag.restore()
+
+
+@pytest.mark.usefixtures("before")
+@pytest.mark.parametrize(("kind", "is_exiting"), [("handled", True), ("failing", False), ("none", True)])
+def test_an_exit_that_comes_while_the_learner_leaves_waits_and_gives_way_to_an_error_alone(
+    kind: str, is_exiting: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    flag, codes = TerminateFlag(), []
+
+    def train() -> None:
+        flag.install()
+        try:
+            with flag.leaving(is_alone=True):
+                signal.raise_signal(signal.SIGTERM)
+        except SystemExit as error:
+            codes.append(error.code)
+        flag.restore()
+
+    if kind == "handled":
+        try:
+            raise FileNotFoundError
+        except FileNotFoundError:  # there was nothing to go on from
+            train()
+    elif kind == "failing":
+        flag.install()
+        try:
+            raise ValueError
+        except ValueError:
+            with flag.leaving(is_alone=True):
+                signal.raise_signal(signal.SIGTERM)
+        flag.restore()
+    else:
+        train()
+    assert codes == ([7] if is_exiting else [])
+    assert ("is left out" in caplog.text) is not is_exiting
+
+
+@pytest.mark.usefixtures("before")
+def test_an_exit_that_waits_is_not_lost_where_another_rank_has_exited_already() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    flag = TerminateFlag()
+    flag.install()
+
+    def leave() -> None:
+        with flag.leaving(is_alone=False):
+            signal.raise_signal(signal.SIGTERM)
+            raise LearnerError("another rank has ended") from RuntimeError("connection closed by peer")
+
+    with pytest.raises(SystemExit, match="7"):
+        leave()
+    flag.restore()

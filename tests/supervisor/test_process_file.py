@@ -23,6 +23,9 @@ def test_what_was_written_is_read_and_replaced(tmp_path: Path) -> None:
     write_process(tmp_path, WORD)
     assert read_process(tmp_path) == WORD
     assert [path.name for path in tmp_path.iterdir()] == [PROCESS_FILE]
+    write_process(tmp_path, None)
+    assert read_process(tmp_path) == {}, "a supervisor without a learner"
+    write_process(tmp_path, None)
 
 
 def test_the_word_of_an_older_supervisor_is_read(tmp_path: Path) -> None:
