@@ -27,7 +27,10 @@ def test_quiet_run_merges_at_the_pace_of_its_schedule_with_everybody(patch: pyte
     assert len(merged) >= 0.8 * steps * 4 / 8
     assert all(len(body.members) == 4 for body in merged)
     assert small.alarms() == []
-    assert not [note for _, note in small.notes if note.kind in ("ballot", "abandoned")]
+    # One audit of 32 looks at the contributions themselves, by a second ballot.
+    ballots = [note.text for _, note in small.notes if note.kind in ("ballot", "abandoned")]
+    assert all("the rows of this audit are compared" in text for text in ballots), ballots
+    assert len(ballots) <= 0.1 * len(merged)
     small.settle()
 
 

@@ -34,7 +34,8 @@ def write_page(folder: Path, path: Path) -> Path:
 
 def run_snapshot(folder: Path) -> dict[str, Any]:
     """Collect what all regions of a folder show: as they answer, else as their files have it. Raises ConfigError."""
-    regions, runs = [], {}
+    regions: list[dict[str, Any]] = []
+    runs: dict[Any, Path] = {}
     for place in folders_with(NODE_NAME, folder):
         node = _read_object(place / NODE_NAME)
         if (region := _region(place, node)) is not None:
