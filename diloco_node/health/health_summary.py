@@ -60,7 +60,11 @@ def joint_health(documents: Sequence[Document]) -> dict[str, Any]:
         "state": state,
         "since_unix": min(beginnings_unix, default=None),
         "line": _line(worst, state, alerts),
-        **{name: int(min((number(health, name) or 0 for health in running), default=0)) for name in _NO_TOLERANCE},
+        # A peer's word may be any number.
+        **{
+            name: max(0, int(min((number(health, name) or 0 for health in running), default=0)))
+            for name in _NO_TOLERANCE
+        },
         "alerts": [alert_document(alert) for alert in alerts[:ALERTS_SHOWN_MAX]],
     }
 
