@@ -211,3 +211,18 @@ def test_a_metric_of_the_scripts_with_the_name_of_a_time_hides_no_loss(folder: P
     callback.on_evaluate(trainer.args, trainer.state, trainer.control, metrics=metrics)
     callback._go_on()
     assert told == [{"val_loss": 0.5}]
+
+
+def test_each_data_set_of_an_evaluation_has_a_pause_of_its_own() -> None:
+    """Together they may take longer than one pause may last."""
+    from transformers import TrainerControl
+
+    from diloco_node.integrations.hf import DilocoCallback
+
+    callback, begun = DilocoCallback(), []
+    callback._pause = SimpleNamespace(begin=lambda _, activity, **__: begun.append(activity), end=lambda: None)
+    for name in ("en", "de"):
+        callback.on_prediction_step()
+        callback.on_prediction_step()
+        callback.on_evaluate(None, None, TrainerControl(), metrics={f"eval_{name}_loss": 1.0})
+    assert begun == ["evaluation"] * 2
